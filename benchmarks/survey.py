@@ -31,11 +31,12 @@ import numpy as np
 
 import regard
 from regard.jobs.corpus import Corpus, Shard
-from regard.jobs.executors import start_ray
-from regard.jobs.shard_writer import ShardJob, ShardResult, ShardWorker
-from regard.jobs.worker_process import ModelInfo, PickledModel
-from regard.survey import SurveyError
-from regard.survey.model_runner import ModelRunner, ModelSpec
+from regard.jobs.driver import start_ray
+from regard.jobs.model_runner import ModelInfo, PickledModel
+from regard.jobs.shards import ShardJob, ShardResult, ShardWorker
+from regard.models import load
+from regard.survey import RunOptions, SurveyError
+from regard.survey.driver import SurveyRunner, SurveySpec
 from regard.survey.schema import MEASURES, list_columns
 
 HERE = Path(__file__).parent
@@ -86,14 +87,14 @@ def parse_words(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-class BareModel(ModelRunner):
+class BareModel(SurveyRunner):
     """Runs the model without the lens and returns the rows of the first document."""
 
     def __init__(self, name: str, max_tokens: int) -> None:
         self.name, self.max_tokens = name, max_tokens
 
     def describe(self) -> ModelInfo:
-        super().__init__(ModelSpec(f"survey:{self.name}", MEASURES, self.max_tokens))
+        super().__init__(load(f"survey:{self.name}", dtype="float32"), RunOptions(max_tokens=self.max_tokens))
         self.rows = super().measure("1 2 3 1 2 3")
         return INFO
 
@@ -107,7 +108,7 @@ class WatchedModel(BareModel):
     """Runs the model under the lens."""
 
     def measure(self, text: str) -> dict[str, Any]:
-        return ModelRunner.measure(self, text)
+        return SurveyRunner.measure(self, text)
 
 
 class ConstantModel:
@@ -138,8 +139,8 @@ def write_texts(folder: Path, count: int, length: int) -> Corpus:
 def start_worker(model: Any, corpus: Corpus, out: Path, max_tokens: int) -> ShardWorker:
     out.mkdir()
     (out / "lock").write_text("benchmark")
-    spec = ModelSpec(PickledModel.dump(model), MEASURES, max_tokens)
-    return ShardWorker(ShardJob(spec, corpus, str(out), "benchmark", list_columns(), 600.0, INFO))
+    spec = SurveySpec(PickledModel.dump(model), MEASURES, options=RunOptions(max_tokens=max_tokens))
+    return ShardWorker(ShardJob(spec, corpus, str(out), "benchmark", list_columns(), INFO))
 
 
 def run_shard(worker: ShardWorker, shard: Shard) -> ShardResult:

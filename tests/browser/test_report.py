@@ -14,10 +14,10 @@ from tests.helpers.pages import HOSTILE, faults
 pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
 
-from regard.pages.report_page import shorten
+from regard.pages.html import shorten
 from regard.render.text import escape_unprintable
-from regard.survey.aggregate import get_bin_edges
-from regard.survey.report import SHARES, SurveyReport
+from regard.survey.dataset import build_report
+from regard.survey.report import SHARES, get_bin_edges
 from tests.helpers.survey_files import HEADS, write_survey
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def count_inside(rows, kind: str, window: int, level: float) -> tuple[int, int]:
 
 
 def test_the_answer_counts_heads_over_documents_that_are_longer(tab, survey, rows):
-    report = SurveyReport(survey)
+    report = build_report(survey)
     assert [window["window"] for window in report.summary["windows"]] == [64, 128, 256, 512]
     answer = tab.locator("#answer").inner_text()
     counts = count_inside(rows, "within", 128, 0.99)
@@ -162,7 +162,7 @@ def test_heads_are_named_by_the_rules_on_the_page(tab, survey, rows):
     )
     assert {place: name for name, places in shown for place in places} == named
     assert [
-        place for behaviour in SurveyReport(survey).summary["behaviours"] for place in behaviour["heads"]
+        place for behaviour in build_report(survey).summary["behaviours"] for place in behaviour["heads"]
     ] == [[int(n) for n in place.split(".")] for _, places in shown for place in places]
     rules = tab.locator("#behaviours").inner_text()
     assert "first > 0.3" in rules and "2410.10781" in rules and "previous > 0.5" in rules
@@ -261,8 +261,8 @@ def test_the_size_of_a_page_does_not_depend_on_the_documents(tmp_path):
 def test_missing_measures_are_left_out(show, tmp_path):
     short = write_survey(tmp_path / "short", ["a", "b"], lengths=(20, 64))
     assert short.page().title == "where/a model <b> over 2 documents"
-    assert SurveyReport(short).answer().startswith("No document has more than 64 tokens")
-    assert [behaviour.name for behaviour in SurveyReport(short).behaviours][-2:] == ["wide", "undetermined"]
+    assert build_report(short).answer().startswith("No document has more than 64 tokens")
+    assert [behaviour.name for behaviour in build_report(short).behaviours][-2:] == ["wide", "undetermined"]
     tab = show(short.page())
     assert tab.locator("#answer").inner_text().startswith("No document has more than 64 tokens")
     only = write_survey(tmp_path / "only", ["a", "b", "c"], measures=("entropy",), shards=1)

@@ -135,7 +135,7 @@ class _Stream(io.TextIOWrapper):
 
 
 def build_matrices(folder: Path) -> RunInput:
-    from regard.cli.explain_commands import _load_inputs
+    from regard.cli.learn_commands import _load_inputs
     from regard.core.attention import attention
 
     plain, packed = folder / "m.json", folder / "m.npz"
@@ -218,7 +218,7 @@ def build_sound(folder: Path) -> RunInput:
 
 
 def build_progress(folder: Path) -> RunInput:
-    from regard.cli.exercise_command import _list_exercises
+    from regard.cli.learn_commands import _list_exercises
     from regard.cli.output import Printer
     from regard.learn.exercises.submission import FORMAT, SubmissionResult, load_progress
 

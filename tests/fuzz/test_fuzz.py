@@ -31,7 +31,7 @@ from regard.jobs.manifest import Manifest, format_entry, iter_entries, read_mani
 from regard.learn.exercises.submission import load_progress
 from regard.models.audio import read_wav
 from regard.pages.html import build_page
-from regard.policy.file_format import read_policy, write_policy
+from regard.policy.files import read_policy, write_policy
 from regard.survey import SurveyError
 from tests.fuzz import runner
 from tests.fuzz.recording_targets import _split, write_recordings

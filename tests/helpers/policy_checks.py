@@ -11,13 +11,12 @@ import numpy as np
 
 from examples.induction import draw_repeats, load
 from examples.induction.data import build_text
-from regard.jobs.row_schema import RowBatch
+from regard.jobs.options import RunOptions
+from regard.jobs.shards import RowBatch
 from regard.models import LoadedModel
 from regard.policy import FULL, CachePolicy, Verification
-from regard.policy.model_runner import PolicyRunner, VerificationSpec
-from regard.policy.synthetic_tests import run_tests
-from regard.policy.tightening import widen
-from regard.policy.verification import build_verification
+from regard.policy.model_runner import PolicyRunner, PolicySpec, run_tests
+from regard.policy.policy import build_verification, widen
 
 TEXT_MODEL, INDUCTION_MODEL = "examples.induction:load_text", "examples.induction:load"
 # The lengths that the models were trained on.
@@ -63,8 +62,8 @@ class LocalVerifier:
         self.max_tokens = TEXT_TOKENS if model == TEXT_MODEL else INDUCTION_TOKENS
 
     def verify(self, policy: CachePolicy, bound: float, *, effects: bool = False) -> Verification:
-        spec = VerificationSpec("", policy, self.max_tokens, effects=effects)
-        runner = PolicyRunner.from_loaded(self.loaded, spec)
+        spec = PolicySpec("", policy, effects, options=RunOptions(max_tokens=self.max_tokens))
+        runner = PolicyRunner(self.loaded, spec)
         rows = (RowBatch(str(i), None, runner.measure(text)) for i, text in enumerate(self.texts))
         settings = {"model": {"name": self.loaded.name}, "max_tokens": self.max_tokens}
         if self.tests:

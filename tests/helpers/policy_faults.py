@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.jobs.worker_process import ModelInfo
+from regard.jobs.model_runner import ModelInfo
 from regard.policy import FULL, CachePolicy, Verification
 from regard.policy.model_runner import COLUMNS
 from tests.helpers.survey_faults import FAULTS
@@ -29,7 +29,7 @@ class PolicyStub(Stub):
     """Returns rows of a verification that depend on the text alone."""
 
     def describe(self) -> ModelInfo:
-        return {**super().describe(), "tests": {"results": []}}
+        return {**super().describe(), "settings": {"tests": []}}
 
     def measure(self, text: str) -> dict[str, Any]:
         rows = {name: value for name, value in super().measure(text).items() if name not in COLUMNS}

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import regard
 from regard.jobs.corpus import Corpus
 from regard.jobs.manifest import read_manifest
-from regard.jobs.row_schema import METADATA_KEY
+from regard.jobs.shards import METADATA_KEY
 from tests.helpers.survey_stub import Stub
 
 SETTINGS: dict[str, Any] = {"shard_size": 5, "timeout": 60.0}

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import regard
-from regard.jobs import shard_writer
+from regard.jobs import shards
 from regard.jobs.corpus import Corpus
 from regard.jobs.manifest import Manifest, format_entry
-from regard.jobs.shard_writer import ShardFile
+from regard.jobs.shards import ShardFile
 from tests.helpers.survey_checks import run
 
 
@@ -96,7 +96,7 @@ def fill_disk(*_: Any) -> None:
 WRITES: dict[str, Any] = {
     "before a write": lambda n, action: CallHook(ShardFile, "__init__", n, action),
     "during a write": lambda n, action: CallHook(ShardFile, "finish", n, write_half_a_file(action)),
-    "after a write": lambda n, action: CallHook(shard_writer, "verify_file", n, action, after=True),
+    "after a write": lambda n, action: CallHook(shards, "verify_file", n, action, after=True),
 }
 KILLS = {
     "before a write": lambda n: WRITES["before a write"](n, die),

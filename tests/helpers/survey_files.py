@@ -12,8 +12,15 @@ import pyarrow.parquet as pq
 
 import regard
 from regard.jobs.manifest import format_entry
-from regard.jobs.row_schema import EVICTION_WINDOWS, RowBatch, build_footer, build_record_batch, build_schema
-from regard.jobs.shard_writer import ShardResult, compute_sha256
+from regard.jobs.shards import (
+    EVICTION_WINDOWS,
+    RowBatch,
+    ShardResult,
+    build_footer,
+    build_record_batch,
+    build_schema,
+    compute_sha256,
+)
 from regard.survey.schema import DISTANCE_BINS, MEASURES, SINKS, WINDOWS, list_columns
 
 HEADS = [3, 2, 1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from regard.jobs.worker_process import ModelInfo
+from regard.jobs.model_runner import ModelInfo
 from regard.survey.schema import list_columns
 
 LAYERS, HEADS = 2, 3

@@ -13,8 +13,8 @@ import torch
 import transformers
 
 import regard
+from regard.families import ATTENTION_MODULES
 from regard.nn import MultiheadAttention, from_transformers
-from regard.nn.convert_transformers import MODULE_SPECS
 from regard.score_mods import alibi_slopes, relative_buckets
 from tests.parity import models, torch_module
 from tests.parity.compare import Float64Mode, measure_parity
@@ -43,7 +43,7 @@ def test_the_page_lists_every_comparison():
         type(models._build_model(s, torch.float32, torch.float32).get_submodule(s.path)).__name__
         for s in models.SUBJECTS
     }
-    assert known == MODULE_SPECS.keys()
+    assert known == ATTENTION_MODULES.keys()
     assert len({s.model for s in models.SUBJECTS}) >= 8
     page = (ROOT / "docs" / "parity.md").read_text()
     listed = re.findall(r"^\| ([^|]+) \| ([^|]+) \| \d", page, re.MULTILINE)

@@ -15,11 +15,11 @@ pytest.importorskip("pyarrow")
 
 import regard
 from regard.jobs.corpus import Corpus
-from regard.jobs.executors import EXECUTORS, LocalExecutor
-from regard.jobs.shard_writer import ShardJob, ShardWorker
-from regard.jobs.worker_process import PickledModel
+from regard.jobs.driver import EXECUTORS, LocalExecutor
+from regard.jobs.model_runner import PickledModel
+from regard.jobs.shards import ShardJob, ShardWorker
 from regard.survey import SurveyError
-from regard.survey.model_runner import ModelSpec
+from regard.survey.driver import SurveySpec
 from regard.survey.schema import MEASURES, list_columns
 from tests.helpers.nightly import keep_in_ci
 from tests.helpers.survey_checks import assert_whole, finish, read_state, run, write_corpus
@@ -229,9 +229,9 @@ def test_a_worker_with_other_weights_stops_the_run(corpus, tmp_path):
 
 def test_a_worker_that_outlived_its_driver_writes_nothing(corpus, tmp_path):
     (tmp_path / "lock").write_text("process 1 on another, run new")
-    spec = ModelSpec(PickledModel.dump(Stub()), MEASURES, 64)
+    spec = SurveySpec(PickledModel.dump(Stub()), MEASURES)
     source = Corpus(str(corpus), shard_size=5)
-    job = ShardJob(spec, source, str(tmp_path), "old", list_columns(), 60.0, Stub().describe())
+    job = ShardJob(spec, source, str(tmp_path), "old", list_columns(), Stub().describe())
     worker = ShardWorker(job)
     error = worker(next(source.iter_shards()))
     worker.close()
@@ -254,7 +254,7 @@ def test_an_interrupted_run_leaves_no_threads_or_processes(corpus, tmp_path, mon
             super().__init__(*args, **kwargs)
             started.append(self)
 
-    monkeypatch.setattr("regard.jobs.worker_client.subprocess.Popen", RecordedPopen)
+    monkeypatch.setattr("regard.jobs.worker.subprocess.Popen", RecordedPopen)
     before = {thread.name for thread in threading.enumerate()}
     with pytest.raises(StopRun):
         run(corpus, tmp_path / "out", workers=2, progress=stop)

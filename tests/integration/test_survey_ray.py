@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 import ray
 
-from regard.jobs.executors import start_ray
+from regard.jobs.driver import start_ray
 from regard.survey import SurveyError, driver
 from tests.helpers import policy_faults
 from tests.helpers.survey_checks import assert_whole, finish, open_files, read_state, run, write_corpus

@@ -13,7 +13,8 @@ from torch import nn
 from regard.capture.patching import Guard
 from regard.capture.watchers import find_obstacle
 from regard.errors import RegardError
-from regard.images.grid_reading import BLOCK_TYPES, Grids, read_grids
+from regard.families import get_family
+from regard.images.grid_reading import Grids, read_grids
 from regard.images.patch_grid import PatchGrid
 
 Tensor = Any  # the types of torch are not followed
@@ -247,7 +248,7 @@ def _record_pass(
             inputs["image_grid_thw"] = inputs["grid_thw"]
         pixels.clear()
         pixels.update({name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs})
-    is_split = not is_text and module.config.model_type in BLOCK_TYPES
+    is_split = not is_text and get_family(module.config.model_type).patches == "blocks"
     try:
         found = ImagePass(read_grids(module.config, inputs), is_text, is_split)
     except RegardError as error:  # raised if the images are asked for

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         print(f"regard: {missing[0]} is not installed. pip install 'regard[cli]'", file=sys.stderr)
         return 3
-    from regard.cli.runner import run
+    from regard.cli.app import run
 
     if arguments is not None:
         return run(list(arguments))

@@ -19,18 +19,7 @@ NAMES = ("query", "key", "value", "tokens", "mask", "scale")
 
 
 def read_matrices(path: Path, operation: str) -> dict[str, Any]:
-    """Read query, key, value, tokens, mask and scale from a file, in the form that `regard.attention` accepts.
-
-    Args:
-        path: A JSON or NPZ file.
-        operation: Name of the command, for errors.
-
-    Returns:
-        The values by name; None for those that the file does not have.
-
-    Raises:
-        ArgumentError: If the file cannot be read, or a value is invalid.
-    """
+    """Read query, key, value, tokens, mask and scale from a file, in the form that `regard.attention` accepts."""
     content = _read_npz(path, operation) if path.suffix.lower() == ".npz" else _read_json(path, operation)
     if not isinstance(content, dict) or not {"query", "key"} <= content.keys() or content.keys() - set(NAMES):
         keys = ", ".join(map(str, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
@@ -56,16 +45,8 @@ def read_matrices(path: Path, operation: str) -> dict[str, Any]:
 def select_head(inputs: dict[str, Any], head: str | None, operation: str) -> dict[str, Any]:
     """Select the matrices of one head.
 
-    Args:
-        inputs: What `read_matrices` returned.
-        head: Index into the leading axes, e.g. "0,3" for head 3 of batch entry 0; None if there are none.
-        operation: Name of the command, for errors.
-
     Returns:
         The inputs with query, key and value of shape (length, width).
-
-    Raises:
-        ArgumentError: If the index does not select one head.
     """
     try:
         index = () if head is None else tuple(int(number) for number in head.split(","))
@@ -94,19 +75,7 @@ def select_head(inputs: dict[str, Any], head: str | None, operation: str) -> dic
 
 
 def read_text(text: str | None, file: Path | None, operation: str) -> str:
-    """Return the text of --text, of a file, or of standard input.
-
-    Args:
-        text: The text, or None.
-        file: A file, `-` for standard input, or None.
-        operation: Name of the command, for errors.
-
-    Returns:
-        A text that is not blank.
-
-    Raises:
-        ArgumentError: If not exactly one of `text` and `file` is given, or there is no text in it.
-    """
+    """Return the text of --text, of a file, or of standard input."""
     hint = 'Pass --text "…", --file FILE, or --file - for standard input.'
     if (text is None) == (file is None):
         raise ArgumentError(

@@ -5,45 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from regard.cli.files import read_text
-from regard.cli.model_commands import (
-    ModelOptions,
-    describe_run,
-    print_run,
-    record_run,
-    warn_if_truncated,
-)
-from regard.cli.output import Printer, style_text
-from regard.cli.page_files import check_output, save_file, save_page
-from regard.errors import ArgumentError
+from regard.cli.model_commands import record_run, warn_if_truncated
+from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions
+from regard.cli.output import Printer, check_output, save_file, save_page, shorten_path, style_text
+from regard.errors import ArgumentError, NotCapturedError
 from regard.models import load
-from regard.models.generation import GeneratedText, generate, prepare_generation
-from regard.models.model_inputs import Media, ModelInputs, prepare_inputs
-from regard.render.text import escape_unprintable
+from regard.models.model_inputs import GeneratedText, ModelInputs, prepare_generation, prepare_inputs
+from regard.models.model_inputs import generate as generate_tokens
+from regard.types import Array
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from regard.capture.call import Call
+    from regard.images.patch_grid import PatchGrid
     from regard.lens.recording import Recording
     from regard.lens.table import Table
 
+
+LOOK_PAGE = Path("look.html")
 PICTURE_SUFFIX = ".png"
 OTHER_SUFFIXES = (".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf")  # a page must not be named so
 
 
-@dataclass(frozen=True)
-class LookOptions:
-    """What `look` runs a model on, besides a text.
-
-    Args:
-        image: An image file.
-        audio: A WAV file.
-        num_generated: Number of tokens to generate; None for a single pass.
-    """
-
-    image: Path | None = None
-    audio: Path | None = None
-    num_generated: int | None = None
+MAX_HEADS = 400  # of a picture
+INCHES = 1.7  # edge of a map
+MAX_LABEL = 36  # characters beside a map
+MAX_LINE = 24  # of them on one line
+CELLS = 128  # of a map along an edge; longer sequences show the maximum of each cell
 
 
 @dataclass(frozen=True)
@@ -84,22 +78,29 @@ class LookRun:
         return [f"{frame * seconds / lengths[-1]:.2f} s" for frame in range(lengths[-1])]
 
 
-def look(printer: Printer, options: ModelOptions, more: LookOptions, output: Path, show: bool) -> int:
-    """Write the page of a model on a text, an image or sound, or a picture if the output ends in .png.
-
-    Args:
-        printer: Prints the result.
-        options: The model and the text.
-        more: Image, sound, and the number of tokens to generate.
-        output: File to write.
-        show: Open it in a browser.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ArgumentError: If the output is neither a page nor a PNG, or the model does not read the inputs.
-    """
+def look(
+    model: ModelName,
+    options: TextOptions,
+    image: Annotated[
+        Path | None, typer.Option("--image", metavar="FILE", help="Image to run the model on.")
+    ] = None,
+    audio: Annotated[
+        Path | None,
+        typer.Option(
+            "--audio", metavar="FILE", help="WAV file to run the model on; --text is its transcript."
+        ),
+    ] = None,
+    generate: Annotated[
+        int | None, typer.Option("--generate", metavar="N", min=1, help="Generate up to N tokens, greedily.")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write, or a picture: FILE.png.")
+    ] = LOOK_PAGE,
+    show: OpenOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Write a page with every head of a model on a text, an image or sound: maps, measures and findings."""
+    printer = Printer(as_json)
     check_output(output, "look")
     if output.suffix.lower() in OTHER_SUFFIXES:
         raise ArgumentError(
@@ -110,9 +111,9 @@ def look(printer: Printer, options: ModelOptions, more: LookOptions, output: Pat
         )
     as_picture = output.suffix.lower() == PICTURE_SUFFIX
     if as_picture:
-        from regard.cli.head_figures import draw_heads  # before the model runs: Matplotlib may be missing
-    media = _read_media(options, more)
-    run, record = _run(printer, options, media, more.num_generated)
+        import regard.plot  # noqa: F401 - before the model runs: Matplotlib may be missing
+    text = _read_text(options, image, audio, generate)
+    run, record = _run(printer, model, options, (text, image, audio), generate)
     with printer.progress("Drawing the heads" if as_picture else "Building the page"):
         if as_picture:
             figure = draw_heads(run.recording, run.title, image=run.inputs.image, has_text=bool(run.tokens))
@@ -126,38 +127,42 @@ def look(printer: Printer, options: ModelOptions, more: LookOptions, output: Pat
     return 0
 
 
-def _read_media(options: ModelOptions, more: LookOptions) -> Media:
+def _read_text(
+    options: TextOptions, image: Path | None, audio: Path | None, num_generated: int | None
+) -> str | None:
     """Read the text; beside an image or sound there need not be one."""
-    is_alone = more.image is None and more.audio is None
-    text = None
-    if is_alone and options.text is None and options.file is None:
+    has_text = options.text is not None or options.file is not None
+    if not has_text and image is None and audio is None:
         raise ArgumentError(
             "look",
             received="no text, image or sound",
             expected="--text, --file, --image or --audio",
             hint='For a text: --text "…", --file FILE, or --file - for standard input.',
         )
-    if is_alone or options.text is not None or options.file is not None:
-        text = read_text(options.text, options.file, "look")
-    if text is not None and more.audio is not None and more.num_generated is not None:
+    text = read_text(options.text, options.file, "look") if has_text else None
+    if text is not None and audio is not None and num_generated is not None:
         raise ArgumentError(
             "look",
             received="a transcript of the sound and --generate",
             expected="one of them",
             hint="Omit --text to let the model transcribe, or --generate to see how it reads this transcript.",
         )
-    return Media(text, more.image, more.audio)
+    return text
 
 
 def _run(
-    printer: Printer, options: ModelOptions, media: Media, num_generated: int | None
+    printer: Printer,
+    model: str,
+    options: TextOptions,
+    media: tuple[str | None, Path | None, Path | None],
+    num_generated: int | None,
 ) -> tuple[LookRun, dict[str, Any]]:
     """Load the model and run it; return the run, and the facts about it for --json."""
-    with printer.progress(f"Loading {Path(options.model).name}"):
-        loaded = load(options.model, trust_remote_code=options.trust, dtype=options.dtype, part="whole")
-        inputs = prepare_inputs(loaded, media, options.max_tokens, "look")
+    with printer.progress(f"Loading {Path(model).name}"):
+        loaded = load(model, trust_remote_code=options.trust, dtype=options.dtype, part="whole")
+        inputs = prepare_inputs(loaded, *media, options.max_tokens)
         if num_generated is not None:
-            prepare_generation(inputs, num_generated, "look")
+            prepare_generation(inputs, num_generated)
     loaded, text = inputs.loaded, inputs.text
     for note in (*loaded.notes, *inputs.notes):
         printer.warn(note)
@@ -165,29 +170,27 @@ def _run(
         warn_if_truncated(printer, text, options.max_tokens)
     if inputs.is_encoder_decoder and num_generated is None and inputs.decoder_ids.shape[1] == 1:
         printer.warn("The decoder reads its start token only; --generate N lets it continue.")
-    results: list[GeneratedText] = []
+    generated: GeneratedText | None = None
+    description = inputs.description
 
-    def run(advance: Callable[[], None]) -> None:
+    def run(advance: Callable[[], None]) -> str:
+        nonlocal generated, description
         if num_generated is not None:
-            results.append(generate(inputs, num_generated, "look", advance))
+            generated = generate_tokens(inputs, num_generated, advance)
+            description += f" and {generated.ids.shape[1] - generated.num_given:,} generated"
         elif text is not None and not inputs.is_encoder_decoder:
             for _ in loaded.forward_chunks(text):
                 advance()
         else:
-            inputs.forward("look")
+            inputs.forward()
+        return description
 
     num_chunks = 1 if text is None or inputs.is_encoder_decoder else loaded.num_chunks(text)
-    total = num_generated or (num_chunks if num_chunks > 1 else None)
-    recording, seconds = record_run(printer, loaded, options.layers, inputs.description, run, total=total)
-    generated = results[0] if results else None
-    description = inputs.description
-    if generated is not None:
-        description += f" and {generated.ids.shape[1] - generated.num_given:,} generated"
-    print_run(printer, options.model, loaded, description, recording, seconds)
-    # Pages are shared, so the title has only the end of a folder's path.
-    name = escape_unprintable("/".join(Path(options.model).parts[-2:]).strip("/"))
-    look_run = LookRun(inputs, recording, generated, f"{name} on {inputs.description}")
-    record = describe_run(loaded, recording, seconds) | {"inputs": description}
+    recording, record = record_run(
+        printer, loaded, options.layers, inputs.description, run, num_generated or num_chunks
+    )
+    look_run = LookRun(inputs, recording, generated, f"{shorten_path(model)} on {inputs.description}")
+    record["inputs"] = description
     record["notes"] += inputs.notes
     record["tokens"] = len(look_run.tokens or ())
     if text is not None:
@@ -224,3 +227,81 @@ def _find_words(run: LookRun) -> Table | None:
         filter_width=loaded.model.config.median_filter_width,
     )
     return alignment.words(loaded.text_tokenizer)
+
+
+def draw_heads(
+    recording: Recording, title: str, *, image: Array | None = None, has_text: bool = False
+) -> Figure:
+    """Draw every head of a recording into one figure: a map of each head, one row for each call of a layer.
+
+    With an image, the weights of one query lie over it: of the last token of a text, of the class token, or the mean of
+    all queries if the model has none. Layers that do not read the image are left out.
+
+    `has_text` says whether the last token of a text is the query.
+    """
+    from matplotlib.figure import Figure
+
+    from regard.plot.figures import LITERAL, SOFT
+
+    rows = [(name, call) for name in recording for call in recording.calls(name)]
+    grids: dict[str, PatchGrid] = {}
+    if image is not None:
+        for name in recording:
+            try:
+                grids[name] = recording.grids(name)[0]
+            except NotCapturedError:
+                continue  # a layer that reads the text alone
+        rows = [(name, call) for name, call in rows if name in grids]
+    num_heads = sum(call.shape[-3] for _, call in rows)
+    if not 1 <= num_heads <= MAX_HEADS:
+        raise ArgumentError(
+            "look",
+            received=f"a picture of {num_heads:,} heads",
+            expected=f"from 1 to {MAX_HEADS}",
+            hint="Choose layers, e.g. --layers '*.0.*', or write a page: -o look.html.",
+        )
+    columns = max(call.shape[-3] for _, call in rows)
+    figure = Figure(figsize=(INCHES * columns + 1, INCHES * len(rows) + 0.6), dpi=110, layout="constrained")
+    figure.suptitle(title, fontsize=11, **LITERAL)
+    axes = figure.subplots(len(rows), columns, squeeze=False)
+    for (name, call), line in zip(rows, axes, strict=True):
+        for head, ax in enumerate(line):
+            if head >= call.shape[-3]:
+                ax.set_axis_off()
+                continue
+            _draw_head(ax, call, head, image, grids.get(name), has_text)
+            ax.set(xticks=[], yticks=[], xlabel="", ylabel="")
+            ax.set_title(f"head {head}", fontsize=7, color=SOFT, pad=2)
+        line[0].set_ylabel(_format_label(name), fontsize=7, **LITERAL)
+    return figure
+
+
+def _draw_head(
+    ax: Any, call: Call, head: int, image: Array | None, grid: PatchGrid | None, has_text: bool
+) -> None:
+    from regard.plot import heatmap, overlay
+
+    matrix = call.matrix.lazy[(0,) * (len(call.shape) - 3) + (head,)]
+    if grid is None:
+        heatmap(matrix, ax=ax, cells=CELLS, numbers=False, colorbar=False, aspect="auto")
+        return
+    num_queries = matrix.shape[-2]
+    if has_text and grid.length > len(grid.names) + grid.rows * grid.columns:
+        weights = matrix[num_queries - 1]
+    elif "class" in grid.names:
+        weights = matrix[grid.names.index("class")]
+    else:
+        weights = matrix.sum(axis=-2) / num_queries
+    overlay(image, weights, grid, ax=ax, colorbar=False)
+
+
+def _format_label(name: str) -> str:
+    r"""Return the last parts of a module's name, on two lines if they do not fit beside a map on one.
+
+    >>> _format_label("layers.0.self_attn"), _format_label("model.language_model.layers.10.self_attn")
+    ('layers.0.self_attn', 'language_model.layers.10\nself_attn')
+    """
+    while len(name) > MAX_LABEL and "." in name:
+        name = name.partition(".")[2]
+    name = name[-MAX_LABEL:]
+    return "\n".join(name.rsplit(".", 1)) if len(name) > MAX_LINE else name

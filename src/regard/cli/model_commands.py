@@ -1,24 +1,26 @@
-"""`regard doctor` and `heads`: run a model on a text and inspect its attention."""
+"""`regard doctor`, `heads`, `effects` and `compare`: run a model on a text and inspect its attention."""
 
 from __future__ import annotations
 
-import csv
-import io
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
 
 from regard.cli.files import read_text
-from regard.cli.output import NUMBER_STYLE, Printer, style_text
+from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions, WeightDtype
+from regard.cli.output import NUMBER_STYLE, Printer, check_output, save_page, shorten_path, style_text
 from regard.errors import ArgumentError, NotCapturedError
+from regard.findings import Finding, Severity
 from regard.models import EncodedText, LoadedModel, load
 
 if TYPE_CHECKING:
-    from regard.findings import Severity
     from regard.lens.recording import Recording
+
 
 # Rows of the table in a terminal.
 MAX_ROWS = 20
@@ -32,19 +34,6 @@ SEVERITY_STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow"
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The arguments of a command that runs a model on a text."""
-
-    model: str
-    text: str | None
-    file: Path | None
-    layers: tuple[str, ...]
-    max_tokens: int | None
-    dtype: str | None
-    trust: bool
-
-
-@dataclass(frozen=True)
 class ModelRun:
     """A model after a run on a text under the lens; `record` is for --json."""
 
@@ -54,18 +43,19 @@ class ModelRun:
     record: dict[str, Any]
 
 
-def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidirectional: bool = False) -> int:
-    """Print the findings about a model on a text.
-
-    Args:
-        printer: Prints the result.
-        options: The model and the text.
-        causal: No token may attend to later ones.
-        bidirectional: Tokens may attend to later ones. If neither is set, it is inferred.
-
-    Returns:
-        The exit code: 1 if a finding is an error.
-    """
+def doctor(
+    model: ModelName,
+    options: TextOptions,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="No token may attend to later ones. Default: inferred.")
+    ] = False,
+    bidirectional: Annotated[
+        bool, typer.Option("--bidirectional", help="Tokens may attend to later ones.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Diagnose the attention of a model by experiments on a text. Exits with 1 if there is an error."""
+    printer = Printer(as_json)
     if causal and bidirectional:
         raise ArgumentError(
             "doctor",
@@ -73,7 +63,7 @@ def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidire
             expected="at most one of them",
             hint="Omit both to infer it from the masks.",
         )
-    run = run_model(printer, options, "doctor")
+    run = run_model(printer, model, options, "doctor")
     from regard.diagnosis.doctor import doctor
 
     with printer.progress("Running experiments"):
@@ -89,31 +79,40 @@ def doctor(printer: Printer, options: ModelOptions, causal: bool = False, bidire
     printer.record(run.record | record)
     printer.print(findings.summary, "bold red" if has_errors else "bold" if findings else "bold green")
     for finding in findings.group_layers():
-        printer.print()
-        title, *rest = str(finding).split("\n")
-        severity, _, message = title.partition(": ")
-        printer.print(style_text((f"{severity}: ", SEVERITY_STYLES[finding.severity]), (message, "bold")))
-        for line in rest:
-            printer.print(style_text((line[:12], "dim"), line[12:]))
+        _print_finding(printer, finding)
     printer.print()
     for check in findings.checks:
         printer.print(str(check), "dim")
     return 1 if has_errors else 0
 
 
-def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: bool, top: int | None) -> int:
-    """Print the table of heads.
+def _print_finding(printer: Printer, finding: Finding) -> None:
+    printer.print()
+    title, *lines = str(finding).split("\n")
+    severity, _, message = title.partition(": ")
+    printer.print(style_text((f"{severity}: ", SEVERITY_STYLES[finding.severity]), (message, "bold")))
+    for line in lines:
+        printer.print(style_text((line[:12], "dim"), line[12:]))
 
-    Args:
-        printer: Prints the result.
-        options: The model and the text.
-        by: Column to sort by.
-        smallest: Sort smallest first.
-        top: Number of rows; by default 20 in a terminal, else all.
 
-    Returns:
-        The exit code.
-    """
+def heads(
+    model: ModelName,
+    options: TextOptions,
+    by: Annotated[
+        str | None, typer.Option("--by", metavar="MEASURE", help="Sort by a column, largest first.")
+    ] = None,
+    smallest: Annotated[bool, typer.Option("--smallest", help="Sort smallest first.")] = False,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", "-n", metavar="N", min=1, help="Print N rows. Default: 20 in a terminal, else all."
+        ),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Print the measures of each head of a model on a text, such as entropy, distance and induction."""
+    printer = Printer(as_json, as_csv)
     if printer.as_csv and printer.as_json:
         raise ArgumentError(
             "heads", received="--csv and --json", expected="at most one of them", hint="Omit one."
@@ -122,7 +121,7 @@ def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: boo
         raise ArgumentError(
             "heads", received=f"--by {by}", expected=f"one of {', '.join(COLUMNS)}", hint="Check the name."
         )
-    run = run_model(printer, options, "heads", values=by == "contribution")
+    run = run_model(printer, model, options, "heads", values=by == "contribution")
     with printer.progress("Measuring the heads"):
         table = run.recording.heads(run.text.ids)
     if by is not None and table and by not in table.columns:
@@ -137,11 +136,7 @@ def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: boo
     limited = printer.as_text and sys.stdout.isatty()
     rows = table[: top or (MAX_ROWS if limited else len(table))]
     if printer.as_csv:
-        lines = io.StringIO()
-        writer = csv.DictWriter(lines, table.columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        printer.write(lines.getvalue())
+        printer.csv(table.columns, rows)
         return 0
     printer.record(run.record | {"heads": list(rows)})
     omitted = {"module"} | ({"call"} if not any(table.column("call")) else set())
@@ -152,50 +147,48 @@ def heads(printer: Printer, options: ModelOptions, by: str | None, smallest: boo
     return 0
 
 
-def run_model(printer: Printer, options: ModelOptions, command: str, *, values: bool = False) -> ModelRun:
-    """Load the model, encode the text, and run the model on it under the lens.
-
-    Args:
-        printer: Prints progress, warnings, and one line about the run.
-        options: The model and the text.
-        command: Name of the command, for errors.
-        values: Record values and outputs, too.
-
-    Returns:
-        The run.
-    """
-    content = read_text(options.text, options.file, command)
-    with printer.progress(f"Loading {Path(options.model).name}"):
-        loaded = load(options.model, trust_remote_code=options.trust, dtype=options.dtype)
-        text = loaded.encode(content, options.max_tokens)
-    for note in loaded.notes:
-        printer.warn(note)
+def run_model(
+    printer: Printer, model: str, options: TextOptions, command: str, *, values: bool = False
+) -> ModelRun:
+    """Load the model, encode the text, and run the model on it under the lens, with values if requested."""
+    loaded, text = load_model(printer, model, options, command)
     warn_if_truncated(printer, text, options.max_tokens)
-    total = loaded.num_chunks(text)
-    recording, seconds = record_run(
+
+    def run_chunks(advance: Callable[[], None]) -> str:
+        for _ in loaded.forward_chunks(text):
+            advance()
+        return f"{len(text):,} tokens"
+
+    recording, record = record_run(
         printer,
         loaded,
         options.layers,
         f"{len(text):,} tokens",
-        lambda advance: _run_chunks(loaded, text, advance),
-        total=total if total > 1 else None,
+        run_chunks,
+        loaded.num_chunks(text),
         values=values,
         # `doctor` reports layers that were not captured as a finding.
         accept_missed=command == "doctor",
     )
-    print_run(printer, options.model, loaded, f"{len(text):,} tokens", recording, seconds)
-    record = describe_run(loaded, recording, seconds) | {"tokens": len(text), "text_tokens": text.full_length}
+    record |= {"tokens": len(text), "text_tokens": text.full_length}
     return ModelRun(loaded.model, text, recording, record)
 
 
-def warn_if_truncated(printer: Printer, text: EncodedText, max_tokens: int | None) -> None:
-    """Print a warning if a text was truncated, and by what.
+def load_model(
+    printer: Printer, model: str, options: TextOptions, command: str
+) -> tuple[LoadedModel, EncodedText]:
+    """Load the model and encode the text."""
+    content = read_text(options.text, options.file, command)
+    with printer.progress(f"Loading {Path(model).name}"):
+        loaded = load(model, trust_remote_code=options.trust, dtype=options.dtype)
+        text = loaded.encode(content, options.max_tokens)
+    for note in loaded.notes:
+        printer.warn(note)
+    return loaded, text
 
-    Args:
-        printer: Prints the warning.
-        text: The text.
-        max_tokens: The limit of --max-tokens.
-    """
+
+def warn_if_truncated(printer: Printer, text: EncodedText, max_tokens: int | None) -> None:
+    """Print a warning if a text was truncated, and by what: --max-tokens or the model."""
     if len(text) < text.full_length:
         limit = "--max-tokens" if len(text) == max_tokens else "the model's maximum length"
         printer.warn(
@@ -206,31 +199,18 @@ def warn_if_truncated(printer: Printer, text: EncodedText, max_tokens: int | Non
 def record_run(
     printer: Printer,
     loaded: LoadedModel,
-    layers: tuple[str, ...],
+    layers: list[str] | None,
     description: str,
-    run: Callable[[Callable[[], None]], None],
+    run: Callable[[Callable[[], None]], str],
+    steps: int,
     *,
-    total: int | None = None,
     values: bool = False,
     accept_missed: bool = False,
-) -> tuple[Recording, float]:
-    """Run a model under the lens.
+) -> tuple[Recording, dict[str, Any]]:
+    """Run a model under the lens, print one line about it, and return the recording and the facts for --json.
 
-    Args:
-        printer: Prints progress.
-        loaded: The model.
-        layers: Names of modules or patterns; empty for all.
-        description: What it runs on, such as "12 tokens".
-        run: Runs the model, and calls its argument after each step.
-        total: Number of steps; None for one, whose progress is the layers that have run.
-        values: Record values and outputs, too.
-        accept_missed: Return the recording if some layers were not captured.
-
-    Returns:
-        The recording, and the seconds that the run took.
-
-    Raises:
-        NotCapturedError: If nothing was recorded, or a layer was not and `accept_missed` is False.
+    `run` calls its argument after each step, and returns what the model ran on. The progress of a single step is the
+    layers that have run.
     """
     from regard.lens.watch import watch
 
@@ -240,35 +220,22 @@ def record_run(
     recording: Any = None
     try:
         with watcher as recording:
-            steps, count_done = (total, None) if total else (_count_layers(loaded), lambda: len(recording))
-            with printer.progress(f"Running {description}", steps, count_done) as advance:
-                run(advance)
+            total, count_done = (
+                (steps, None) if steps > 1 else (_count_layers(loaded), lambda: len(recording))
+            )
+            with printer.progress(f"Running {description}", total, count_done) as advance:
+                description = run(advance)
     except NotCapturedError:
         if not accept_missed or not len(recording):
             raise
     if not len(recording):
         raise NotCapturedError(
             "watch",
-            received=f"--layers {' '.join(layers)}, whose modules computed no attention",
+            received=f"--layers {' '.join(layers or ())}, whose modules computed no attention",
             expected="modules that compute attention",
             hint="Omit --layers: regard heads then lists the names of all attention layers.",
         )
-    return recording, time.perf_counter() - start
-
-
-def print_run(
-    printer: Printer, name: str, loaded: LoadedModel, description: str, recording: Recording, seconds: float
-) -> None:
-    """Print one line about a run: the model, what it ran on, layers, heads and time.
-
-    Args:
-        printer: Prints the line.
-        name: The name that the user gave.
-        loaded: The model.
-        description: What it ran on, such as "12 tokens".
-        recording: The recording.
-        seconds: How long it took.
-    """
+    seconds = time.perf_counter() - start
     info = loaded.info
     count = sum(call.shape[-3] for module in recording for call in recording.calls(module))
     stored = ""
@@ -276,39 +243,185 @@ def print_run(
         stored = f" (stored as {info['stored_dtype']})"
     printer.info(
         style_text(
-            (name, "bold"),
+            (loaded.name, "bold"),
             f": {info['class']}, {info['parameters']:,} parameters, {info['dtype']}{stored}; ",
             description, ", ", (f"{len(recording):,}", NUMBER_STYLE), " layer" + "s" * (len(recording) != 1), ", ",
             (f"{count:,}", NUMBER_STYLE), " head" + "s" * (count != 1), f", {seconds:.1f} s",
         )
     )  # fmt: skip
-
-
-def describe_run(loaded: LoadedModel, recording: Recording, seconds: float) -> dict[str, Any]:
-    """Return the facts about a run, for --json.
-
-    Args:
-        loaded: The model.
-        recording: The recording.
-        seconds: How long it took.
-
-    Returns:
-        The facts by name.
-    """
-    return {
-        "model": {"name": loaded.name, **loaded.info},
+    return recording, {
+        "model": {"name": loaded.name, **info},
         "notes": list(loaded.notes),
         "layers": len(recording),
         "seconds": seconds,
     }
 
 
-def _run_chunks(loaded: LoadedModel, text: EncodedText, advance: Callable[[], None]) -> None:
-    for _ in loaded.forward_chunks(text):
-        advance()
-
-
 def _count_layers(loaded: LoadedModel) -> int | None:
     """Return the number of layers by the configuration, for a progress bar; None if unknown."""
     count = getattr(getattr(loaded.model, "config", None), "num_hidden_layers", None)
     return count if isinstance(count, int) else None
+
+
+def effects(
+    model: ModelName,
+    answer: Annotated[
+        str,
+        typer.Option(
+            "--answer", "-a", metavar="TEXT", show_default=False, help="Answer that follows the text."
+        ),
+    ],
+    options: TextOptions,
+    wrong: Annotated[
+        str | None,
+        typer.Option(
+            "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: all others."
+        ),
+    ] = None,
+    to: Annotated[
+        Literal["zero", "mean"], typer.Option("--to", help="What the output of a head is replaced by.")
+    ] = "zero",
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            "--keys", metavar="SPAN", help="Knock out the edges to a token, position or range (3:8) instead."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", "-n", metavar="N", min=1, help="Print N rows.")] = 20,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Write a page with all heads.")
+    ] = None,
+    show: OpenOption = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure how much an answer depends on each head of a model: how its logit changes without the head."""
+    printer = Printer(as_json)
+    if output is not None:
+        check_output(output, "effects")
+    loaded, text = load_model(printer, model, options, "effects")
+    from regard.interventions import effects, logit_difference
+
+    metric = logit_difference(_find_id(loaded, answer), None if wrong is None else _find_id(loaded, wrong))
+    heads = _count_heads(loaded)
+    with printer.progress("Editing heads", heads) as advance:
+        table = effects(
+            loaded.model,
+            text.ids,
+            metric,
+            to=to,
+            keys=_parse_span(keys),
+            layers=options.layers or None,
+            tokens=text.tokens,
+            progress=advance,
+        )
+    record: dict[str, Any] = {
+        "model": {"name": loaded.name, **loaded.info},
+        "notes": list(loaded.notes),
+        "tokens": len(text),
+        "metric": table.metric,
+        "edit": table.edit,
+        "clean": table.clean,
+        "heads": list(table),
+    }
+    ranked = sorted(table, key=lambda row: -abs(row["effect"]))[:top]
+    printer.info(
+        style_text(
+            (model, "bold"), f": {table.metric} ", (f"{table.clean:.4g}", NUMBER_STYLE),
+            f" on {len(text):,} tokens; each of {len(table):,} heads by itself: {table.edit}",
+        )
+    )  # fmt: skip
+    columns = ["layer", "head", "metric", "effect"]
+    printer.table(columns, [[row[name] for name in columns] for row in ranked], bold="effect")
+    if output is None:
+        printer.record(record)
+        return 0
+    title = f"What each head of {shorten_path(model)} is worth"
+    save_page(printer, table.page(title), output, show, record)
+    return 0
+
+
+def _find_id(loaded: LoadedModel, word: str) -> int:
+    """Return the id of the first token of a word, without the special tokens that a tokenizer adds."""
+    tokenizer = loaded.tokenizer
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        ids = tokenizer.encode(word, add_special_tokens=False)
+    else:
+        ids = loaded.encode(word).ids[0].tolist() if word else []
+    if not ids:
+        raise ArgumentError(
+            "effects",
+            received=f"an answer {word!r} without tokens",
+            expected="a word that the model can predict",
+            hint="Begin it with a space if the text does not end with one: ' Paris'.",
+        )
+    return int(ids[0])
+
+
+def _parse_span(keys: str | None) -> Any:
+    """Return a position, a slice, or the text of a token."""
+    if keys is None:
+        return None
+    bounds = keys.split(":")
+    if len(bounds) <= 2 and all(bound.lstrip("-").isdigit() or not bound for bound in bounds) and any(bounds):
+        numbers = [int(bound) if bound else None for bound in bounds]
+        return numbers[0] if len(numbers) == 1 else slice(*numbers)
+    return keys
+
+
+def _count_heads(loaded: LoadedModel) -> int | None:
+    """Return the number of heads by the configuration, for a progress bar; None if unknown."""
+    config = getattr(loaded.model, "config", None)
+    counts = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")]
+    return counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else None  # type: ignore[operator]
+
+
+def compare(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_A",
+            show_default=False,
+            help="A folder, a name on the Hub, module:function, or a file that recording.save wrote.",
+        ),
+    ],
+    other: Annotated[
+        str, typer.Argument(metavar="MODEL_B", show_default=False, help="The model to compare with it.")
+    ],
+    options: TextOptions,
+    other_dtype: Annotated[
+        WeightDtype | None,
+        typer.Option("--dtype-b", help="Dtype of the weights of MODEL_B. Default: that of --dtype."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Compare two models on a text: the first layer or module where they diverge, and why. Exits with 1 if they do."""
+    printer = Printer(as_json)
+    other_options = replace(options, dtype=other_dtype or options.dtype)
+    recording_a, tokens_a, record_a = _load_run(printer, model, options)
+    recording_b, tokens_b, record_b = _load_run(printer, other, other_options)
+    from regard.diagnosis.compare import NUMBERS, compare
+
+    with printer.progress("Comparing"):
+        comparison = compare(recording_a, recording_b, tokens_a=tokens_a, tokens_b=tokens_b)
+    printer.record({"a": record_a, "b": record_b, **comparison.as_dict()})
+    printer.print(comparison.summary, "bold green" if comparison.agrees else "bold red")
+    for note in comparison.notes:
+        printer.print(note)
+    if comparison.first is not None:
+        _print_finding(printer, comparison.first)
+    printer.print()
+    columns, rows = comparison.table_rows()
+    numbers = [name for name in columns if name in ("layer", "call", *NUMBERS)]
+    printer.table(columns, rows, bold="kind", right=numbers)
+    return 0 if comparison.agrees else 1
+
+
+def _load_run(printer: Printer, model: str, options: TextOptions) -> tuple[Any, Any, dict[str, Any]]:
+    """Run a model, or read a recording: the recording, its token ids (None if unknown), and a record for --json."""
+    path = Path(model)
+    if path.suffix == ".safetensors" and path.is_file():
+        from regard.lens.recording import load_recording
+
+        return load_recording(path), None, {"recording": str(path)}
+    run = run_model(printer, model, options, "compare", values=True)
+    return run.recording, run.text.ids, run.record

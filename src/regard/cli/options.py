@@ -2,56 +2,19 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from regard.jobs.options import RunOptions
 
-class ExplorerName(StrEnum):
-    """The pages of `regard.explore`."""
-
-    pipeline = "pipeline"
-    heatmap = "heatmap"
-    scaling = "scaling"
-    geometry = "geometry"
-    cost = "cost"
-    code = "code"
-    model = "model"
-
-
-class AblationName(StrEnum):
-    """What `effects` replaces the output of a head by."""
-
-    zero = "zero"
-    mean = "mean"
-
-
-class WeightDtype(StrEnum):
-    """The dtypes a model's weights can be converted to; `auto` leaves them as stored."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    auto = "auto"
-
-
-class ProfileDtype(StrEnum):
-    """The dtypes that `profile` computes with."""
-
-    float32 = "float32"
-    float64 = "float64"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class ExecutorName(StrEnum):
-    """The executors of a survey."""
-
-    local = "local"
-    ray = "ray"
-
+# The dtypes that a model's weights can be converted to; "auto" leaves them as stored.
+WeightDtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 OpenOption = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
@@ -76,38 +39,109 @@ ModelName = Annotated[
         metavar="MODEL", show_default=False, help="A folder, a name on the Hub, or module:function."
     ),
 ]
-TextOption = Annotated[
-    str | None, typer.Option("--text", "-t", metavar="TEXT", help="Text to run the model on.")
-]
-FileOption = Annotated[
-    Path | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file; - is standard input."),
-]
-ImageOption = Annotated[
-    Path | None, typer.Option("--image", metavar="FILE", help="Image to run the model on.")
-]
-AudioOption = Annotated[
-    Path | None,
-    typer.Option("--audio", metavar="FILE", help="WAV file to run the model on; --text is its transcript."),
-]
-GenerateOption = Annotated[
-    int | None, typer.Option("--generate", metavar="N", min=1, help="Generate up to N tokens, greedily.")
-]
-LayersOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--layers", "-l", metavar="NAME", help="Record only these modules; * is a wildcard. Repeatable."
-    ),
-]
-MaxTokensOption = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", min=1, help="Truncate the text to this many tokens."),
-]
-DtypeOption = Annotated[
-    WeightDtype | None,
-    typer.Option("--dtype", help="Dtype of the weights. Default: float32; with module:function, unchanged."),
-]
 TrustOption = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run code that comes with the model. Read that code first."),
 ]
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The options of a command that runs a model on a text."""
+
+    text: Annotated[
+        str | None, typer.Option("--text", "-t", metavar="TEXT", help="Text to run the model on.")
+    ] = None
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file; - is standard input."),
+    ] = None
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layers", "-l", metavar="NAME", help="Record only these modules; * is a wildcard. Repeatable."
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", metavar="N", min=1, help="Truncate the text to this many tokens."),
+    ] = None
+    dtype: Annotated[
+        WeightDtype | None,
+        typer.Option(
+            "--dtype", help="Dtype of the weights. Default: float32; with module:function, unchanged."
+        ),
+    ] = None
+    trust: TrustOption = False
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """The options of a command that runs a model over a corpus, by the names that `RunOptions` has for them."""
+
+    max_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", metavar="N", min=1, help="Truncate each document to this many tokens."),
+    ] = RunOptions.max_tokens
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="N", min=1, help="Number of processes, each with a model.")
+    ] = RunOptions.workers
+    executor: Annotated[
+        Literal["local", "ray"],
+        typer.Option("--executor", help="Where workers run; ray for several machines."),
+    ] = "local"
+    text_field: Annotated[
+        str, typer.Option("--text-field", metavar="NAME", help="Field or column that holds the text.")
+    ] = RunOptions.text_field
+    name_field: Annotated[
+        str | None,
+        typer.Option("--name-field", metavar="NAME", help="Field or column that holds a document's name."),
+    ] = None
+    shard_size: Annotated[
+        int,
+        typer.Option(
+            "--shard-size", metavar="N", min=1, help="Number of documents that are committed together."
+        ),
+    ] = RunOptions.shard_size
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for a document."),
+    ] = RunOptions.timeout
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="Device to run on, e.g. cuda:0.")
+    ] = None
+    dtype: Annotated[WeightDtype, typer.Option("--dtype", help="Dtype of the weights.")] = "float32"
+    trust_remote_code: TrustOption = False
+
+
+def take_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Let a command take the fields of an options class as options of its own.
+
+    typer reads the signature: a parameter whose type is a dataclass is replaced by the fields of the class.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+
+    def add(name: str, default: Any, annotation: Any) -> None:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            add(name, parameter.default, hints[name])
+            continue
+        own = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            add(field.name, default, own[field.name])
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        return command(**given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

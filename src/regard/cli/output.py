@@ -1,12 +1,15 @@
-"""Print results to standard output, and progress, warnings and errors to standard error."""
+"""Print results to standard output, and progress, warnings and errors to standard error; write pages and pictures."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -14,7 +17,9 @@ from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColu
 from rich.table import Table
 from rich.text import Text
 
-from regard.render.table import Alignment, format_cell, format_table
+from regard.errors import ArgumentError
+from regard.pages.html import Page
+from regard.render.table import Alignment, format_bytes, format_cell, format_table
 from regard.render.text import escape_unprintable
 
 NUMBER_STYLE = "cyan"
@@ -55,12 +60,6 @@ class Printer:
         """Print a table: text columns aligned left, numbers right.
 
         If a terminal is too narrow, the last column is folded.
-
-        Args:
-            columns: Names of the columns.
-            rows: The cells.
-            bold: Name of a column to emphasise.
-            right: Names of text columns to align right.
         """
         if not self.as_text:
             return
@@ -87,6 +86,14 @@ class Printer:
         if self.as_json:
             self.write(json.dumps(to_json(record), indent=2, allow_nan=False) + "\n")
 
+    def csv(self, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Print rows as CSV."""
+        lines = io.StringIO()
+        writer = csv.DictWriter(lines, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        self.write(lines.getvalue())
+
     def write(self, text: str) -> None:
         """Write text to standard output as it is."""
         try:
@@ -110,15 +117,9 @@ class Printer:
     def progress(
         self, description: str, total: int | None = None, count_done: Callable[[], int] | None = None
     ) -> Iterator[Callable[[], None]]:
-        """Show a progress bar on standard error until the block ends; only in a terminal, and not with --json or --csv.
+        """Show a progress bar on standard error until the block ends, in a terminal and for people; yield a step.
 
-        Args:
-            description: Text beside the bar.
-            total: Number of steps, if known.
-            count_done: Returns the number of finished steps each time the bar is drawn.
-
-        Yields:
-            A function that advances the bar by one step.
+        `count_done` returns the number of finished steps each time the bar is drawn.
         """
         console = build_console(stderr=True)
         if not console.is_terminal or not self.as_text:
@@ -197,3 +198,46 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def shorten_path(model: str) -> str:
+    """Return the end of a model's path: pages are shared, so their titles do not have the whole."""
+    return escape_unprintable("/".join(Path(model).parts[-2:]).strip("/"))
+
+
+def check_output(output: Path, operation: str) -> None:
+    """Raise an `ArgumentError` if a page cannot be written to a path, before any work is done."""
+    missing = not output.parent.is_dir()
+    if missing or output.is_dir():
+        raise ArgumentError(
+            operation,
+            received=f"-o {str(output)!r} ({'No such file or directory' if missing else 'Is a directory'})",
+            expected="a file in an existing folder",
+            hint=f"Create the folder first: mkdir -p {output.parent}."
+            if missing
+            else f"Add a file name: -o {output / 'page.html'}.",
+        )
+
+
+def save_page(printer: Printer, page: Page, output: Path, show: bool, record: dict[str, Any]) -> None:
+    """Save a page, print its path and size, and open it in a browser if requested; `record` is for --json."""
+    save_file(printer, page.title, output, show, record, page.save)
+
+
+def save_file(
+    printer: Printer,
+    title: str,
+    output: Path,
+    show: bool,
+    record: dict[str, Any],
+    write: Callable[[Path], object],
+) -> None:
+    """Write a file, print its path and size, and open it in a browser if requested; `record` is for --json."""
+    write(output)
+    size = output.stat().st_size
+    printer.record(record | {"title": title, "page": str(output), "bytes": size})
+    printer.print(style_text((title, "bold"), f": {output}, ", (format_bytes(size), NUMBER_STYLE)))
+    if show:
+        import webbrowser
+
+        webbrowser.open(output.resolve().as_uri())

@@ -11,8 +11,8 @@ import torch
 from regard.capture.module_hints import read_setting
 from regard.diagnosis.subject import LoggedCall
 from regard.engines.torch_precision import widen
+from regard.families import UNSCALED_LAYERS
 from regard.findings import Finding
-from regard.lens.layer_checks import UNSCALED_LAYERS
 
 Tensor = Any  # the types of torch are not followed
 

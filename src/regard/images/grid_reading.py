@@ -10,29 +10,12 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError, describe_argument
+from regard.families import FAMILIES, get_family
 from regard.images.patch_grid import PatchGrid
 from regard.validation import as_array
 
 OPERATION = "read_grids"
 Grids = list[list[PatchGrid]]
-
-# Names of the tokens before the patches, by the model type of a vision configuration; registers follow them.
-SPECIAL_TOKENS: dict[str, tuple[str, ...]] = {
-    "clip_vision_model": ("class",),
-    "deit": ("class", "distillation"),
-    "dinov2": ("class",),
-    "dinov2_with_registers": ("class",),
-    "dinov3_vit": ("class",),
-    "siglip_vision_model": (),
-    "vit": ("class",),
-    "vit_msn": ("class",),
-}
-# Vision models that read patches in blocks, which they merge to one token; in early releases without "_vision".
-BLOCK_TYPES = {"qwen2_vl", "qwen2_vl_vision", "qwen3_vl", "qwen3_vl_vision"}
-# Language models whose images have the size that `image_grid_thw` states.
-GRID_TYPES = {"qwen2_5_vl", "qwen2_vl", "qwen3_vl"}
-# Language models whose images have the size of `pixel_values`.
-FIXED_TYPES = {"gemma3", "llava", "paligemma"}
 
 
 def read_grids(config: Any, inputs: Mapping[str, Any] | None = None) -> Grids:
@@ -67,18 +50,19 @@ def read_grids(config: Any, inputs: Mapping[str, Any] | None = None) -> Grids:
     model_type = getattr(config, "model_type", None)
     if getattr(config, "vision_config", None) is not None:
         return _place_images(config, inputs)
-    if model_type in SPECIAL_TOKENS:
+    patches = get_family(model_type).patches
+    if patches == "fixed":
         return _read_fixed(config, inputs)
-    if model_type in BLOCK_TYPES:
+    if patches == "blocks":
         block = int(config.spatial_merge_size)
         return [
             [PatchGrid(rows, columns, block=block)] for rows, columns in _read_sizes(inputs, "image_grid_thw")
         ]
-    if model_type == "siglip2_vision_model":
+    if patches == "padded":
         sizes, length = _read_sizes(inputs, "spatial_shapes"), _shape_of(inputs, "pixel_values")[1]
         return [[PatchGrid(rows, columns).extend(length)] for rows, columns in sizes]
-    known = sorted({*SPECIAL_TOKENS, *BLOCK_TYPES, "siglip2_vision_model"})
-    raise _unknown(f"model_type={model_type!r}", f"a vision model of {', '.join(known)}")
+    known = ", ".join(name for name, family in FAMILIES.items() if family.patches)
+    raise _unknown(f"model_type={model_type!r}", f"a vision model of {known}")
 
 
 def _unknown(received: str, expected: str) -> ArgumentError:
@@ -95,7 +79,7 @@ def _unknown(received: str, expected: str) -> ArgumentError:
 
 def _read_fixed(config: Any, inputs: Mapping[str, Any]) -> Grids:
     """Return the grid of images that all have the same size, one for each batch entry."""
-    names = SPECIAL_TOKENS[config.model_type]
+    names = get_family(config.model_type).patch_tokens
     names += tuple(f"register {i + 1}" for i in range(getattr(config, "num_register_tokens", 0) or 0))
     batch, *size = (1, *_pair(config.image_size))
     if inputs.get("pixel_values") is not None:
@@ -151,21 +135,22 @@ def _read_sizes(inputs: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
 
 def _image_grids(config: Any, inputs: Mapping[str, Any]) -> list[PatchGrid]:
     """Return the grid of each image in the language model, as if nothing were beside it."""
-    vision = config.vision_config
-    if config.model_type in GRID_TYPES:
+    vision, family = config.vision_config, get_family(config.model_type)
+    if family.image_sizes == "image_grid_thw":
         merge = int(vision.spatial_merge_size)
         return [
             PatchGrid(rows // merge, columns // merge)
             for rows, columns in _read_sizes(inputs, "image_grid_thw")
         ]
-    if config.model_type not in FIXED_TYPES or vision.model_type not in SPECIAL_TOKENS:
+    if family.image_sizes is None or get_family(vision.model_type).patches != "fixed":
+        known = ", ".join(name for name, family in FAMILIES.items() if family.image_sizes)
         raise _unknown(
             f"model_type={config.model_type!r} and a vision model of {vision.model_type!r}",
-            f"a language model of {', '.join(sorted(GRID_TYPES | FIXED_TYPES))}",
+            f"a language model of {known}",
         )
     _require(inputs, "pixel_values")
     grids = [grid for [grid] in _read_fixed(vision, inputs)]
-    if config.model_type == "gemma3":  # it pools patches to a square
+    if family.pools_images:
         edge = math.isqrt(config.mm_tokens_per_image)
         return [PatchGrid(edge, edge) for _ in grids]
     return [PatchGrid(grid.rows, grid.columns) for grid in grids]  # without the class token

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from regard.errors import ArgumentError
-from regard.jobs.errors import SurveyError
-from regard.jobs.shard_writer import ShardResult, compute_sha256, format_shard_name
+from regard.jobs.shards import ShardResult, compute_sha256, format_shard_name
+from regard.jobs.worker import SurveyError
 
 SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE = "settings.json", "manifest.jsonl", "lock"
 # A name can change while the thing it names stays the same; fingerprints are compared instead.
@@ -94,11 +94,7 @@ class Manifest:
     # The settings
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Write the settings of a new survey, or compare them with those of the survey that is resumed.
-
-        Raises:
-            ArgumentError: If the survey was started with other settings.
-        """
+        """Write the settings of a new survey, or compare them with those of the survey that is resumed."""
         path = self.out / SETTINGS_FILE
         if path.exists():
             changes = list(find_differences(read_settings(path, "survey.run"), settings))
@@ -188,15 +184,7 @@ class Manifest:
 
 
 def read_settings(path: Path, operation: str) -> dict[str, Any]:
-    """Read the settings of a survey.
-
-    Args:
-        path: The file.
-        operation: Name of the calling function, for the error.
-
-    Raises:
-        ArgumentError: If the file is not a JSON object.
-    """
+    """Read the settings of a survey."""
     problem = "is not a JSON object"
     try:
         settings = json.loads(path.read_text("utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ import torch
 
 from regard.capture.call import Call
 from regard.capture.module_hints import ImageRuns, ModuleHints, ModuleSettings
+from regard.families import UNSCALED_LAYERS
 from regard.findings import Finding, Severity
 from regard.lens.token_rows import TokenRows, find_visible
 from regard.lens.weight_measures import DistanceBands, WeightAt
@@ -643,12 +643,6 @@ SATURATED, UNIFORM = 0.01, 1 - 1e-4
 COMMON_KEY_WEIGHT = 0.9
 # Standard deviation of the scores above which the softmax leaves little but the largest.
 LARGE_DEVIATION = 4.0
-# Layers of transformers whose scale is 1 by design: the training absorbs it (T5, GPT-Neo), queries and keys are
-# normalised (Gemma 3n, Gemma 4), or the layer multiplies the query before the call (Whisper, OPT, ESM).
-UNSCALED_LAYERS = re.compile(
-    r"((U?M|Long)?T5|SwitchTransformers|Pop2Piano|Udop|Pix2Struct(Text|Vision)|GPTNeo|Gemma3nText|Gemma4\w*|Whisper|OPT"
-    r"|Esm)(Self|Local|TransientGlobal)?Attention"
-)
 # Rows from which scores are sampled.
 SAMPLED_ROWS = 64
 

@@ -20,15 +20,8 @@ RATES = (1_000, 768_000)  # samples per second that a file may state
 def read_wav(path: str | Path, operation: str = "read_wav") -> tuple[Array, int]:
     """Read a WAV file with the standard library; channels are averaged.
 
-    Args:
-        path: A file of uncompressed integers (PCM) of 8, 16, 24 or 32 bits.
-        operation: Name of the calling function, for error messages.
-
     Returns:
         The samples, (n,), float32 from −1 to 1, and their rate per second.
-
-    Raises:
-        ArgumentError: If the file cannot be read, is compressed or holds floating-point numbers, or is empty.
     """
     try:
         with wave.open(str(path), "rb") as file:

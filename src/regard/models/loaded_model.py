@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regard.errors import ArgumentError
-from regard.models.tokenization import check_ids, tokenize
+from regard.models.optional_imports import import_optional, silence_transformers
 
 CHUNK_SIZE = 2048  # tokens of a chunk
 CHUNK_ABOVE = 8192  # longer texts run in chunks
@@ -77,15 +78,51 @@ class LoadedModel:
                 hint="Omit max_tokens to encode the whole text.",
             )
         limit = min(max_tokens or sys.maxsize, self.max_positions)
-        ids, tokens, full_length = tokenize(self.name, self.text_tokenizer, self._vocab_size, text, limit)
-        if not tokens:
+        ids, full_length = self._tokenize(text, limit)
+        if not ids:
             raise ArgumentError(
                 "encode",
                 received="a text without tokens",
                 expected="at least one token to run the model on",
                 hint="Pass a text that is not empty.",
             )
-        return EncodedText(check_ids(ids, self._vocab_size), tokens, full_length)
+        vocab_size = self._vocab_size
+        if vocab_size is not None and max(ids) >= vocab_size:
+            raise ArgumentError(
+                "encode",
+                received=f"a token with the id {max(ids):,}",
+                expected=f"ids below {vocab_size:,}, the vocabulary of the model",
+                hint="Use the tokenizer the model was trained with. "
+                "A model that reads bytes below 128 needs ASCII text.",
+            )
+        import torch
+
+        return EncodedText(torch.tensor([ids]), name_tokens(self.text_tokenizer, ids), full_length)
+
+    def _tokenize(self, text: str, limit: int) -> tuple[list[int], int]:
+        """Return at most `limit` ids of a text, and the number of its tokens; without a tokenizer, its bytes."""
+        tokenizer = self.text_tokenizer
+        if hasattr(tokenizer, "convert_ids_to_tokens"):
+            with silence_transformers(import_optional("transformers", "hf")):
+                ids = tokenizer(text, truncation=False)["input_ids"]
+                if len(ids) <= limit:
+                    return ids, len(ids)
+                # Tokenize again, so that the tokenizer appends its end-of-text tokens after truncation.
+                return tokenizer(text, truncation=True, max_length=limit)["input_ids"], len(ids)
+        vocab_size = self._vocab_size
+        if tokenizer is None:
+            if vocab_size is None or vocab_size > 256:
+                raise ArgumentError(
+                    "encode",
+                    received=f"a text for {self.name}, which has no tokenizer and "
+                    + ("no embedding" if vocab_size is None else f"a vocabulary of {vocab_size:,} tokens"),
+                    expected="a tokenizer, or a model with at most 256 tokens, which reads bytes",
+                    hint="Put the tokenizer files in the folder, or return (model, tokenizer) from module:function.",
+                )
+            ids = list(text.encode(errors="surrogateescape"))
+        else:
+            ids = _flatten_ids(tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text))
+        return ids[:limit], len(ids)
 
     def forward(self, text: EncodedText) -> Any:
         """Run the model on a text, without gradients.
@@ -118,9 +155,7 @@ class LoadedModel:
         """
         import torch
 
-        parameters = inspect.signature(self.model.forward).parameters
-        wanted = {"use_cache": False, "logits_to_keep": 1}
-        options = {name: value for name, value in wanted.items() if name in parameters}
+        options = select_options(self.model)
         with torch.no_grad():
             if self.num_chunks(text) == 1:
                 yield self.model(text.ids, **options)
@@ -178,6 +213,13 @@ def find_token_embedding(model: Any) -> Any:
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
+def select_options(model: Any) -> dict[str, Any]:
+    """Return the arguments that spare work, of those that the model has: no cache, and logits of the last token."""
+    parameters = inspect.signature(model.forward).parameters
+    wanted = {"use_cache": False, "logits_to_keep": 1}
+    return {name: value for name, value in wanted.items() if name in parameters}
+
+
 def model_info(model: Any, stored_dtype: Any = None) -> dict[str, Any]:
     """Return class, number of parameters and dtype of a model, and the dtype it is stored in if known."""
     weights = list(model.parameters())
@@ -190,3 +232,62 @@ def model_info(model: Any, stored_dtype: Any = None) -> dict[str, Any]:
     if stored_dtype is not None:
         info["stored_dtype"] = str(stored_dtype).removeprefix("torch.")
     return info
+
+
+def name_tokens(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return a printable token for each id, or the id itself if nothing decodes it; without a tokenizer, bytes."""
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        found = tokenizer.convert_ids_to_tokens(ids)  # None for an id beyond the vocabulary
+        tokens = [str(i if token is None else token) for i, token in zip(ids, found, strict=True)]
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        return (
+            [decode_byte_level(token) for token in tokens]
+            if type(decoder).__name__ == "ByteLevel"
+            else tokens
+        )
+    if tokenizer is None:
+        return [_format_byte(token) if token < 256 else str(token) for token in ids]
+    decode = getattr(tokenizer, "decode", None)
+    return [str(token) if decode is None else str(decode([token])) for token in ids]
+
+
+def _flatten_ids(ids: Any) -> list[int]:
+    """Return the ids of one text as a list, whether they came as a list, an array, or a batch of one."""
+    ids = getattr(ids, "ids", ids)
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    while len(ids) == 1 and isinstance(ids[0], list | tuple):
+        ids = ids[0]
+    return [int(token) for token in ids]
+
+
+def _format_byte(byte: int) -> str:
+    r"""Format a byte as a token: its ASCII character, or an escape if it is not printable.
+
+    >>> [_format_byte(byte) for byte in "a\né".encode()]
+    ['a', '\\n', '\\xc3', '\\xa9']
+    """
+    return chr(byte) if 32 <= byte < 127 else repr(bytes([byte]))[2:-1]
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each letter that byte-level tokenizers use.
+
+    Printable bytes stand for themselves; the others follow from U+0100 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def decode_byte_level(token: str) -> str:
+    """Decode the letters of a byte-level token to text; the mark Ġ of a leading space stays.
+
+    >>> [decode_byte_level(token) for token in ("Ġcat", "ĠÃ©tÃ©", "Ã")]
+    ['Ġcat', 'Ġété', 'Ã']
+    """
+    mark = token[:1] if token[:1] in ("Ġ", "Ċ", "ĉ") else ""
+    try:
+        return mark + bytes(_byte_level_alphabet()[letter] for letter in token[len(mark) :]).decode()
+    except (KeyError, UnicodeDecodeError):  # a special token, or part of a character
+        return token

@@ -9,11 +9,7 @@ from typing import Any
 
 
 def import_optional(module: str, extra: str) -> Any:
-    """Import an optional dependency.
-
-    Raises:
-        ImportError: If the package is not installed; the message names the extra that installs it.
-    """
+    """Import an optional dependency."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

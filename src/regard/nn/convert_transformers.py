@@ -7,14 +7,13 @@ Modules are read by their attributes; transformers itself is not imported. A cla
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.families import ATTENTION_MODULES, AttentionModule
 from regard.masks import Mask, causal, sliding_window
 from regard.nn.attention import MultiheadAttention
 from regard.nn.rope import Rope
@@ -29,68 +28,34 @@ def _read_projection(linear: Any) -> Projection:
     return linear.weight.T if is_transposed else linear.weight, linear.bias
 
 
-def _read_separate(*linears: Any) -> list[Projection]:
-    """Read query, key and value from separate modules."""
-    return [_read_projection(linear) for linear in linears]
+def _read_projections(module: Any, spec: AttentionModule, head_dim: int) -> list[Projection]:
+    """Read query, key and value from their modules, or from one fused projection that stacks them."""
+    parts = [_read_projection(module.get_submodule(name)) for name in spec.projections]
+    if len(parts) == 3:
+        return parts
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        if x is None:
+            return (None,) * 3
+        if not spec.by_head:
+            return x.chunk(3)  # type: ignore[no-any-return]
+        return tuple(part.flatten(0, 1) for part in x.unflatten(0, (-1, 3, head_dim)).unbind(1))
+
+    [(weight, bias)] = parts
+    return list(zip(split(weight), split(bias), strict=True))
 
 
-def _split_fused(linear: Any) -> list[Projection]:
-    """Read query, key and value from one fused projection that stacks them."""
-    weight, bias = _read_projection(linear)
-    return list(zip(weight.chunk(3), (None,) * 3 if bias is None else bias.chunk(3), strict=True))
-
-
-def _split_fused_by_head(linear: Any, head_dim: int) -> list[Projection]:
-    """Read query, key and value from one fused projection that stacks them within each head."""
-
-    def part(x: Tensor, which: int) -> Tensor:
-        return None if x is None else x.unflatten(0, (-1, 3, head_dim))[:, which].flatten(0, 1)
-
-    return [(part(linear.weight, which), part(linear.bias, which)) for which in range(3)]
-
-
-def _read_relative_bias(module: Any) -> ScoreMod | None:
-    """Read T5's bias. Only the first layer of a stack owns the table; the others receive what it adds."""
-    if not module.has_relative_attention_bias:
+def _read_bias(module: Any, spec: AttentionModule) -> ScoreMod | None:
+    """Read what is added to the scores. In T5, only the first layer of a stack owns the table."""
+    if spec.bias == "alibi":
+        return alibi()
+    if spec.bias is None or not module.has_relative_attention_bias:
         return None
     return relative_bias(
         module.relative_attention_bias.weight.detach().clone(),
         bidirectional=not module.is_decoder,
         max_distance=module.relative_attention_max_distance,
     )
-
-
-@dataclass(frozen=True)
-class ModuleSpec:
-    """How to read a class of attention modules."""
-
-    read_projections: Callable[[Any], list[Projection]]
-    out: str  # the name of the output projection
-    is_rotary: bool = False
-    read_bias: Callable[[Any], ScoreMod | None] = lambda module: None  # the bias that is added to the scores
-    inner: str = ""  # the submodule with the scale and the other options; empty for the module itself
-
-
-_LLAMA = ModuleSpec(lambda m: _read_separate(m.q_proj, m.k_proj, m.v_proj), "o_proj", is_rotary=True)
-MODULE_SPECS = {
-    "BertAttention": ModuleSpec(
-        lambda m: _read_separate(m.self.query, m.self.key, m.self.value), "output.dense", inner="self"
-    ),
-    "BloomAttention": ModuleSpec(
-        lambda m: _split_fused_by_head(m.query_key_value, m.head_dim), "dense", read_bias=lambda m: alibi()
-    ),
-    "GPT2Attention": ModuleSpec(lambda m: _split_fused(m.c_attn), "c_proj"),
-    "GPTNeoXAttention": ModuleSpec(
-        lambda m: _split_fused_by_head(m.query_key_value, m.head_size), "dense", is_rotary=True
-    ),
-    "Gemma2Attention": _LLAMA,
-    "GptOssAttention": _LLAMA,
-    "LlamaAttention": _LLAMA,
-    "MistralAttention": _LLAMA,
-    "MptAttention": ModuleSpec(lambda m: _split_fused(m.Wqkv), "out_proj", read_bias=lambda m: alibi()),
-    "Qwen3Attention": _LLAMA,
-    "T5Attention": ModuleSpec(lambda m: _read_separate(m.q, m.k, m.v), "o", read_bias=_read_relative_bias),
-}
 
 
 def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
@@ -120,21 +85,22 @@ def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
     >>> layer(torch.ones(1, 3, 8), **options).shape
     torch.Size([1, 3, 8])
     """
-    spec = MODULE_SPECS.get(type(module).__name__)
+    spec = ATTENTION_MODULES.get(type(module).__name__)
     if spec is None:
         raise ArgumentTypeError(
             "from_transformers",
             received=f"a {type(module).__name__}"
             if isinstance(module, nn.Module)
             else describe_argument(module),
-            expected="a transformers attention module: " + ", ".join(sorted(MODULE_SPECS, key=str.lower)),
+            expected="a transformers attention module: "
+            + ", ".join(sorted(ATTENTION_MODULES, key=str.lower)),
             hint="To convert another module, copy its weights into q_proj, k_proj, v_proj and out_proj of a new layer.",
         )
     inner = module.get_submodule(spec.inner)
     _check_supported(inner)
-    theirs = [*spec.read_projections(module), _read_projection(module.get_submodule(spec.out))]
-    (query, bias), (key, _), _, (out, out_bias) = theirs
     head_dim = _first_attribute(inner, "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+    theirs = [*_read_projections(module, spec, head_dim), _read_projection(module.get_submodule(spec.out))]
+    (query, bias), (key, _), _, (out, out_bias) = theirs
     sinks, norm = (getattr(inner, name, None) for name in ("sinks", "q_norm"))
     dropout = _first_attribute(inner, "attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
     layer = MultiheadAttention(
@@ -162,7 +128,7 @@ def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
             if source is not None:
                 target.copy_(source)
     cap = getattr(inner, "attn_logit_softcapping", None)
-    score_mods = [x for x in (spec.read_bias(inner), cap and softcap(cap)) if x is not None]
+    score_mods = [x for x in (_read_bias(inner, spec), cap and softcap(cap)) if x is not None]
     return layer.train(module.training), {"mask": _read_mask(inner), "score_mod": score_mods}
 
 

@@ -21,9 +21,11 @@ import numpy as np
 from regard.pages.bundle import bundle
 from regard.pages.encoding import EncodedArray
 from regard.render.table import format_bytes
+from regard.render.text import escape_unprintable
 from regard.types import Array
 
 WRITE_CHUNK = 1 << 20  # characters encoded at a time, so that a large page is not in memory twice
+MAX_CHARACTERS = 160  # of a name that `shorten` returns
 
 
 @dataclass(frozen=True, repr=False)
@@ -175,3 +177,13 @@ def csp_hash(text: str) -> str:
         The quoted SHA-256 hash.
     """
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"
+
+
+def shorten(text: str) -> str:
+    r"""Return a text on one line, without its middle if it is long.
+
+    >>> shorten("tab\t"), len(shorten("long" * 100))
+    ('tab\\t', 160)
+    """
+    text = escape_unprintable(text)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[: MAX_CHARACTERS - 41]}…{text[-40:]}"

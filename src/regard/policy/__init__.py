@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.policy.policy import CachePolicy
-from regard.policy.verification import Verification
-from regard.policy.window_sizes import FULL
+from regard.policy.masking import FULL
+from regard.policy.policy import CachePolicy, Verification
 
 __all__ = ["FULL", "CachePolicy", "Verification"]
 

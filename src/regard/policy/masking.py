@@ -1,63 +1,59 @@
-"""A cache policy as masks: the edits that let each head attend to the keys that the policy keeps."""
+"""What a cache policy keeps, and the policy as masks: edits that let each head attend to the keys that it keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from regard.masks import Mask, first, sliding_window
-from regard.policy.window_sizes import FULL
+from regard.masks import first, sliding_window
 from regard.types import Array
 
 if TYPE_CHECKING:
     from regard.interventions import Edit
-    from regard.policy.policy import CachePolicy
+
+# The value in `windows` of a head that keeps every key.
+FULL = -1
 
 
-def build_mask(window: int, sinks: int) -> Mask:
-    """Return the mask of a head, to be combined with a causal one.
+class KeptKeys(Protocol):
+    """The part of a `CachePolicy` that says which keys each head keeps."""
 
-    Args:
-        window: Number of latest keys.
-        sinks: Number of first keys.
-    """
-    return sliding_window(window) | first(sinks) if sinks else sliding_window(window)
+    @property
+    def windows(self) -> NDArray[np.int64]: ...
+
+    @property
+    def sinks(self) -> NDArray[np.int64]: ...
+
+    @property
+    def layers(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_heads(self) -> int: ...
 
 
-def build_edits(policy: CachePolicy, layers: Sequence[str] | None = None) -> list[Edit]:
-    """Return the edits that restrict a model to a policy; heads that keep the same keys share one.
-
-    Args:
-        policy: The policy.
-        layers: Names of the layers in the model. Default: those of the policy.
-
-    Returns:
-        Edits for `regard.intervene`; none if every head keeps every key.
-    """
+def build_edits(policy: KeptKeys, layers: Sequence[str] | None = None) -> list[Edit]:
+    """Return the edits that restrict a model to a policy; heads that keep the same keys share one."""
     from regard.interventions import restrict
 
-    group = policy.num_heads // policy.num_kv_heads
+    group = policy.num_heads // policy.windows.shape[1]
     edits = []
     for layer, name in enumerate(layers or policy.layers):
         kept: dict[tuple[int, int], list[int]] = {}
-        pairs = zip(policy.windows[layer], policy.sinks[layer], strict=True)
-        for kv_head, (window, sinks) in enumerate(pairs):
+        pairs = zip(policy.windows[layer].tolist(), policy.sinks[layer].tolist(), strict=True)
+        for kv_head, pair in enumerate(pairs):
+            kept.setdefault(pair, []).extend(range(kv_head * group, (kv_head + 1) * group))
+        for (window, sinks), heads in kept.items():
             if window != FULL:
-                heads = range(kv_head * group, (kv_head + 1) * group)
-                kept.setdefault((int(window), int(sinks)), []).extend(heads)
-        for (window, sinks), query_heads in kept.items():
-            edits.append(restrict(name, heads=query_heads, mask=build_mask(window, sinks)))
+                # Combined with the causal mask of the layer.
+                mask = sliding_window(window) | first(sinks) if sinks else sliding_window(window)
+                edits.append(restrict(name, heads=heads, mask=mask))
     return edits
 
 
-def count_affected_rows(policy: CachePolicy, num_tokens: int) -> Array:
-    """Count the tokens of a sequence for which each head has evicted a key, (num_layers, num_kv_heads).
-
-    Args:
-        policy: The policy.
-        num_tokens: Length of the sequence.
-    """
+def count_affected_rows(policy: KeptKeys, num_tokens: int) -> Array:
+    """Count the tokens of a sequence for which each head has evicted a key, (num_layers, num_kv_heads)."""
     affected = np.maximum(0, num_tokens - policy.windows - policy.sinks)
     return np.where(policy.windows == FULL, 0, affected)

@@ -1,28 +1,59 @@
-"""`CachePolicy`: for each key/value head of a model all keys, or a window of the latest and some of the first."""
+"""`CachePolicy`: for each key/value head all keys, or a window of the latest and some of the first; and what it costs.
+
+`CachePolicy.verify` runs held-out documents with the policy and without, and returns a `Verification`.
+`CachePolicy.tighten` widens the heads that are responsible for the cost, until a bound holds.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.errors import ArgumentError, describe_argument
+from regard.errors import ArgumentError, RegardError, describe_argument
+from regard.jobs.corpus import Corpus
+from regard.jobs.driver import Progress, require_pyarrow, run_job
+from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, read_manifest
+from regard.jobs.model_runner import TextMeasurer, as_source
+from regard.jobs.options import RunKeywords, RunOptions
+from regard.jobs.shards import EVICTION_WINDOWS, RowBatch, column_to_numpy
 from regard.lens.table import Table
-from regard.policy.file_format import read_policy, write_policy
-from regard.policy.window_sizes import FULL
-from regard.render.table import format_bytes
+from regard.models import LoadedModel
+from regard.pages.html import Page, build_page, shorten
+from regard.policy.files import change_config, read_policy, write_duo_attention, write_policy
+from regard.policy.masking import FULL, count_affected_rows
+from regard.policy.model_runner import COLUMNS, DOCUMENT_COLUMNS, WIDENED_SINKS, PolicySpec
+from regard.render.table import format_bytes, format_table
+from regard.render.text import escape_unprintable
+from regard.types import Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from regard.jobs.worker_process import TextMeasurer
-    from regard.models import LoadedModel
-    from regard.policy.verification import Verification
-
+OPERATION = "policy.verify"
+# Documents that `Verification.worst` lists by default.
+WORST = 10
+# `tighten` widens a head whose effect is at least this share of the largest in the same round.
+SHARE = 0.5
+# A widened head loses at most this share of the weight that it lost before; otherwise it keeps every key.
+REMAINING = 0.1
+# The numbers of a head on the page of a verification.
+PAGE_MEASURES = {
+    "window": "Number of latest keys that the head keeps; – if it keeps all.",
+    "lost": "Share of the weight on evicted keys, among tokens that have some, measured without the policy.",
+    "predicted": "The lost share that the survey predicts.",
+    "effect": "The head's part in the KL divergence, in nats per token; the parts add up. 0 if not measured.",
+}
 # The context length of the printed table, in tokens.
 PRINTED_LENGTH = 8192
 
@@ -205,7 +236,8 @@ class CachePolicy:
         *,
         bound: float = 0.01,
         effects: bool = False,
-        **options: Any,
+        progress: Callable[[Progress], None] | None = None,
+        **options: Unpack[RunKeywords],
     ) -> Verification:
         """Run documents with the policy and without, and compare the predictions.
 
@@ -220,9 +252,8 @@ class CachePolicy:
                 temporary one.
             bound: Largest mean KL divergence of the predictions that is accepted, in nats per token.
             effects: Attribute the divergence to the heads, by four more forward and backward passes.
-            **options: `max_tokens`, `workers`, `executor`, `text_field`, `name_field`, `shard_size`, `timeout`,
-                `max_bytes`, `device`, `dtype`, `threads`, `trust_remote_code` and `progress`, as in
-                `regard.survey.run`.
+            progress: Called with a `regard.survey.Progress`, at most ten times a second and after every shard.
+            **options: How the model is run: the fields of `regard.survey.RunOptions`, such as `max_tokens`.
 
         Returns:
             The verification.
@@ -231,9 +262,35 @@ class CachePolicy:
             ArgumentError: If an argument is invalid, or the model has other layers or heads than the policy.
             SurveyError: If the run cannot continue: the model does not run, `out` is locked, or the disk is full.
         """
-        from regard.policy.verification import verify_policy
-
-        return verify_policy(self, model, corpus, out, bound=bound, effects=effects, **options)
+        require_pyarrow(OPERATION)
+        if not bound > 0:
+            raise ArgumentError(
+                OPERATION,
+                received=f"bound {bound}",
+                expected="a KL divergence above 0, in nats per token",
+                hint="0.01 changes few predictions.",
+            )
+        kept = [self.layers, self.windows.tolist(), self.sinks.tolist(), self.num_heads]
+        digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
+        try:
+            run = RunOptions(**options)
+            spec = PolicySpec(as_source(model), self, effects, options=run)
+            settings = {
+                "policy": {"sha256": digest},
+                "max_tokens": run.max_tokens,
+                "dtype": run.dtype,
+                "effects": effects,
+            }
+            with tempfile.TemporaryDirectory(prefix="regard-policy-") as temporary:
+                folder = Path(out or temporary).expanduser().absolute()
+                run_job(spec, Corpus(str(corpus), *run.corpus_fields), folder, COLUMNS, settings, progress)
+                return open_verification(self, folder, bound)
+        except RegardError as error:
+            if error.operation != "survey.run":
+                raise
+            raise type(error)(
+                OPERATION, received=error.received, expected=error.expected, hint=error.hint
+            ) from None
 
     def tighten(
         self,
@@ -243,7 +300,8 @@ class CachePolicy:
         out: str | Path | None = None,
         *,
         max_rounds: int = 16,
-        **options: Any,
+        progress: Callable[[Progress], None] | None = None,
+        **options: Unpack[RunKeywords],
     ) -> CachePolicy:
         """Widen the heads that are responsible until the policy holds.
 
@@ -257,7 +315,8 @@ class CachePolicy:
             corpus: The documents, as in `verify`.
             out: A directory in which the rounds can be resumed. Default: a temporary one.
             max_rounds: Number of times that heads are widened.
-            **options: Options of `verify`.
+            progress: As in `verify`.
+            **options: How the model is run, as in `verify`.
 
         Returns:
             The policy that holds; `about["tightened"]` lists the changes.
@@ -265,9 +324,25 @@ class CachePolicy:
         Raises:
             ArgumentError: If the bound does not hold after `max_rounds`.
         """
-        from regard.policy.tightening import tighten_policy
-
-        return tighten_policy(self, bound, model, corpus, out, max_rounds, options)
+        policy = self
+        history: list[dict[str, Any]] = []
+        for number in range(max_rounds + 1):
+            folder = None if out is None else Path(out).expanduser() / f"round-{number:02}"
+            verification = policy.verify(
+                model, corpus, folder, bound=bound, effects=True, progress=progress, **options
+            )
+            if verification.holds:
+                tightened = {"bound": bound, "kl": verification.kl, "changes": history}
+                return replace(policy, about=policy.about | {"tightened": tightened})
+            if number < max_rounds:
+                policy, changes = widen(verification)
+                history += [{"round": number, **change} for change in changes]
+        raise ArgumentError(
+            "policy.tighten",
+            received=f"a policy that still fails after {max_rounds} rounds: {verification.verdict}",
+            expected="a bound that holds",
+            hint="Pass a larger bound, or more rounds: max_rounds=64. Finished rounds are not run again.",
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write the policy to a JSON file.
@@ -350,9 +425,23 @@ class CachePolicy:
             ArgumentError: If the format cannot say what the policy says.
             ArgumentTypeError: If "transformers" gets no configuration.
         """
-        from regard.policy.export import export_policy
-
-        return export_policy(self, path, format, config=config, widen=widen)
+        folder = Path(path).expanduser()
+        if format == "json":
+            return self.save(folder)
+        if format == "duo_attention":
+            model = self.about.get("model")
+            return write_duo_attention(
+                self, folder, widen, model.get("name") if isinstance(model, dict) else model
+            )
+        if format == "transformers":
+            change_config(self, config).save_pretrained(folder)
+            return folder
+        raise ArgumentError(
+            "policy.export",
+            received=f"format={format!r}",
+            expected='"duo_attention", "transformers" or "json"',
+            hint="Check the name.",
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CachePolicy):
@@ -426,3 +515,369 @@ def _check_length(context_length: int) -> None:
 def _build_error(received: str, expected: str) -> ArgumentError:
     hint = "A policy has one row of windows and of sinks for each layer, and one column for each kv head."
     return ArgumentError("CachePolicy", received=received, expected=expected, hint=hint)
+
+
+def open_verification(policy: CachePolicy, path: Path, bound: float) -> Verification:
+    """Read the committed rows of a verification."""
+    settings = json.loads((path / SETTINGS_FILE).read_text())
+    committed = read_manifest(path / MANIFEST_FILE)[0]
+    entries = [committed[shard] for shard in sorted(committed)]
+    quarantined = [document for entry in entries for document in entry["quarantined"]]
+    documents = _iter_documents([path / entry["file"] for entry in entries], policy)
+    return build_verification(policy, bound, settings, documents, quarantined)
+
+
+def _iter_documents(files: list[Path], policy: CachePolicy) -> Iterator[RowBatch]:
+    """Yield the rows of each document, file by file."""
+    from pyarrow import parquet
+
+    heads = policy.num_layers * policy.num_heads
+    for path in files:
+        table = parquet.read_table(path)
+        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        numbers = {name: column_to_numpy(columns[name]) for name in COLUMNS}
+        for row in range(0, len(table), heads):
+            own = {name: values[row : row + heads] for name, values in numbers.items()}
+            own["tokens"] = columns["tokens"][row].as_py()
+            yield RowBatch(columns["document"][row].as_py(), columns["name"][row].as_py(), own)
+
+
+def build_verification(
+    policy: CachePolicy,
+    bound: float,
+    settings: dict[str, Any],
+    documents: Iterable[RowBatch],
+    quarantined: list[dict[str, str]],
+) -> Verification:
+    """Build a verification from the rows of its documents, one at a time."""
+    table: list[dict[str, Any]] = []
+    sums: dict[str, Any] = dict.fromkeys((name for name in COLUMNS if name not in DOCUMENT_COLUMNS), 0.0)
+    affected: Array = np.zeros(policy.windows.shape)
+    for document in documents:
+        columns = document.columns
+        tokens = int(columns["tokens"])
+        values = {name: float(columns[name][0]) for name in DOCUMENT_COLUMNS}
+        table.append({"document": document.document, "name": document.name, "tokens": tokens, **values})
+        for name in sums:
+            sums[name] = sums[name] + tokens * np.asarray(columns[name], float)
+        affected = affected + count_affected_rows(policy, tokens)
+    return Verification(policy, bound, settings, table, sums, affected, quarantined)
+
+
+class Verification:
+    """What a policy costs on held-out documents; `CachePolicy.verify` returns it.
+
+    Args:
+        sums: Sums over tokens of each measured column of the heads.
+        affected: Number of tokens with evicted keys, (num_layers, num_kv_heads).
+
+    Attributes:
+        policy: The policy.
+        bound: Largest mean KL divergence that is accepted, in nats per token.
+        settings: Settings of the run.
+        documents: For each document its number of tokens, the mean and the largest KL divergence of a prediction,
+            top-1 agreement, and the loss without and with the policy, in nats per token.
+        tests: Results of the synthetic tests; only those that the model can do without the policy count.
+        quarantined: Documents that could not be run, with the reason.
+    """
+
+    def __init__(
+        self,
+        policy: CachePolicy,
+        bound: float,
+        settings: dict[str, Any],
+        documents: list[dict[str, Any]],
+        sums: dict[str, Any],
+        affected: Array,
+        quarantined: list[dict[str, str]],
+    ) -> None:
+        self.policy, self.bound, self.settings = policy, bound, settings
+        self.documents, self.quarantined = Table(documents), quarantined
+        self.tests = Table(settings.get("tests", []))
+        self._sums, self._affected = sums, affected
+        if not documents:
+            raise ArgumentError(
+                OPERATION,
+                received="a corpus without a document that the model runs on",
+                expected="at least one",
+                hint=f"{len(quarantined)} are quarantined: {quarantined[:1]}"
+                if quarantined
+                else "It is empty.",
+            )
+
+    def _average(self, column: str, shift: int = 0) -> float:
+        """Average a column of the documents over tokens; `shift` is 1 for predictions of a next token."""
+        values = np.array(self.documents.column(column))
+        weights = np.array(self.documents.column("tokens"), float) - shift
+        defined = ~np.isnan(values)
+        return float((values * weights)[defined].sum() / max(weights[defined].sum(), 1))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the documents."""
+        return sum(self.documents.column("tokens"))
+
+    @property
+    def kl(self) -> float:
+        """Mean KL divergence of the predictions, in nats per token."""
+        return self._average("kl")
+
+    @property
+    def agreement(self) -> float:
+        """Share of tokens whose most likely prediction does not change."""
+        return self._average("agreement")
+
+    @property
+    def perplexity(self) -> tuple[float, float]:
+        """Perplexity without and with the policy."""
+        return math.exp(self._average("loss", 1)), math.exp(self._average("policy_loss", 1))
+
+    @property
+    def failed_tests(self) -> Table:
+        """Synthetic tests that the model passes without the policy and not with it."""
+        return Table(test for test in self.tests if test["able"] and not test["passed"])
+
+    @property
+    def holds(self) -> bool:
+        """Whether the mean KL divergence is within the bound and no synthetic test is lost."""
+        return self.kl <= self.bound and not self.failed_tests
+
+    @property
+    def verdict(self) -> str:
+        """The result as a sentence."""
+        if self.holds:
+            return f"The policy holds: KL {self.kl:.2g} nats per token, the bound is {self.bound:g}."
+        lost = ", ".join(f"{test['test']} over {test['length']:,} tokens" for test in self.failed_tests)
+        if self.kl <= self.bound:
+            return f"The policy fails: it loses {lost}, though KL {self.kl:.2g} is within {self.bound:g}."
+        also = f", and it loses {lost}" if lost else ""
+        return f"The policy fails: KL {self.kl:.2g} nats per token exceeds {self.bound:g}{also}."
+
+    @cached_property
+    def effects(self) -> Array:
+        """The part of each query head in the mean KL divergence, (num_layers, num_heads); zeros if not measured."""
+        shape = self.policy.num_layers, self.policy.num_heads
+        return np.asarray(self._sums["effect"] / self.tokens).reshape(shape)
+
+    @property
+    def lost(self) -> Array:
+        """Share of the weight that each query head loses, among tokens with evicted keys: (num_layers, num_heads).
+
+        It is measured without the policy, as the survey predicts it. NaN if no token has evicted keys.
+        """
+        return self._divide(self._sums["lost"])
+
+    @property
+    def predicted_lost(self) -> Array | None:
+        """The `lost` that the survey predicts; None if the policy was not made from a survey."""
+        predicted = self.policy.about.get("predicted", {}).get("lost")
+        return None if predicted is None else np.array(predicted)
+
+    @property
+    def prediction_error(self) -> float:
+        """Relative difference of predicted and measured lost weight, over all heads with a window; NaN if unknown."""
+        if self.predicted_lost is None:
+            return math.nan
+        counted = np.isfinite(self.lost)
+        measured = float(self.lost[counted].sum())
+        return float(self.predicted_lost[counted].sum()) / measured - 1 if measured else math.nan
+
+    def _divide(self, sums: Array) -> Array:
+        """Divide sums over tokens of each query head by its number of tokens with evicted keys."""
+        group = self.policy.num_heads // self.policy.num_kv_heads
+        rows = np.repeat(self._affected, group, 1)
+        sums = np.asarray(sums).reshape(*rows.shape, *np.shape(sums)[1:])
+        rows = rows.reshape(*rows.shape, *[1] * (sums.ndim - 2))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(rows > 0, sums / rows, np.nan)
+
+    @property
+    def heads(self) -> Table:
+        """One row for each query head: layer, module, head, kv_head, window, sinks, lost, predicted lost and effect."""
+        group, predicted = self.policy.num_heads // self.policy.num_kv_heads, self.predicted_lost
+        rows = []
+        for (layer, head), lost in np.ndenumerate(self.lost):
+            window = int(self.policy.windows[layer, head // group])
+            rows.append(
+                {
+                    "layer": layer,
+                    "module": self.policy.layers[layer],
+                    "head": head,
+                    "kv_head": head // group,
+                    "window": "full" if window == FULL else str(window),
+                    "sinks": int(self.policy.sinks[layer, head // group]),
+                    "lost": float(lost),
+                    "predicted": math.nan if predicted is None else float(predicted[layer, head]),
+                    "effect": float(self.effects[layer, head]),
+                }
+            )
+        return Table(rows)
+
+    def worst(self, count: int = WORST) -> Table:
+        """Return the documents with the largest mean KL divergence.
+
+        Args:
+            count: Number of documents.
+
+        Returns:
+            Their rows, largest first.
+        """
+        return self.documents.sort("kl")[:count]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The result as a dictionary that JSON can hold."""
+        plain, limited = self.perplexity
+        error = self.prediction_error
+        return {
+            "holds": self.holds,
+            "verdict": self.verdict,
+            "bound": self.bound,
+            "documents": len(self.documents),
+            "tokens": self.tokens,
+            "quarantined": len(self.quarantined),
+            "kl": self.kl,
+            "agreement": self.agreement,
+            "perplexity": plain,
+            "policy_perplexity": limited,
+            "prediction_error": None if math.isnan(error) else error,
+            "saved": self.policy.savings(int(self.settings["max_tokens"])),
+            "tests": [{name: test[name] for name in test if name != "effects"} for test in self.tests],
+            "worst": [dict(row) for row in self.worst()],
+        }
+
+    def page(self, title: str | None = None) -> Page:
+        """Build the report: the verdict, every head with its window, lost weight and effect, and the worst documents.
+
+        Args:
+            title: Title of the page; the model by default.
+
+        Returns:
+            The page, one HTML file that needs no network.
+        """
+        if title is None:
+            # Pages are shared, so the title has only the end of a folder's path.
+            name = "/".join(Path(self.settings["model"]["name"]).parts[-2:]).strip("/")
+            title = f"Cache policy of {name}"
+        columns = {name: self.heads.column(name) for name in self.heads.columns}
+        columns["window"] = [None if window == "full" else int(window) for window in columns["window"]]
+        record = {
+            "title": escape_unprintable(title),
+            "verdict": escape_unprintable(self.verdict),
+            "holds": self.holds,
+            "facts": [list(map(escape_unprintable, fact)) for fact in self.facts],
+            "modules": [escape_unprintable(name) for name in self.policy.layers],
+            "layers": columns["layer"],
+            "heads": columns["head"],
+            "measures": [
+                {
+                    "name": name,
+                    "caption": caption,
+                    "means": [None if value != value else value for value in columns[name]],
+                }
+                for name, caption in PAGE_MEASURES.items()
+            ],
+            "documents": [
+                [
+                    shorten(str(row["name"] or row["document"])),
+                    int(row["tokens"]),
+                    *(float(row[name]) for name in ("kl", "agreement", "loss", "policy_loss")),
+                ]
+                for row in self.worst()
+            ],
+        }
+        return build_page(escape_unprintable(title), "policyPage", record)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values of the result, as text."""
+        plain, limited = self.perplexity
+        length = int(self.settings["max_tokens"])
+        counts = f"{self.tokens:,} tokens, {len(self.quarantined)} quarantined"
+        facts = [
+            ("documents", f"{len(self.documents):,} ({counts})"),
+            ("cache saved", f"{100 * self.policy.savings(length):.1f} % at {length:,} tokens"),
+            ("KL divergence", f"{self.kl:.4g} nats per token"),
+            ("top-1 agreement", f"{100 * self.agreement:.2f} %"),
+            ("perplexity", f"{plain:.4g} without the policy, {limited:.4g} with it"),
+        ]
+        if not math.isnan(self.prediction_error):
+            off = f"{100 * self.prediction_error:+.1f} % off"
+            facts.append(("lost weight", f"the prediction of the survey is {off}"))
+        for test in self.tests:
+            result = f"{test['policy']:.0%} with it" if test["able"] else "which is too little to count"
+            value = f"{test['plain']:.0%} right without the policy, {result}"
+            facts.append((f"{test['test']}, {test['length']:,} tokens", value))
+        return facts
+
+    def __str__(self) -> str:
+        table = format_table(self.facts, align="left")
+        return f"{self.verdict}\n\n{table}\n\nWorst documents\n{self.worst(3)!r}"
+
+    __repr__ = __str__
+
+
+def widen(verification: Verification) -> tuple[CachePolicy, list[dict[str, Any]]]:
+    """Widen the heads with the largest measured effect, until their effects cover what exceeds the bound."""
+    policy = verification.policy
+    effects, excess = _sum_by_kv_head(policy, verification.effects), verification.kl - verification.bound
+    if excess <= 0:  # a synthetic test fails: its own effects count
+        failed = verification.failed_tests
+        effects = sum(_sum_by_kv_head(policy, np.array(test["effects"])) for test in failed)
+        excess = sum(test["kl"] for test in failed)
+    effects = np.where(policy.windows == FULL, -np.inf, effects)
+    order = np.argsort(effects, axis=None)[::-1]
+    windows, sinks = policy.windows.copy(), policy.sinks.copy()
+    changes: list[dict[str, Any]] = []
+    covered, largest = 0.0, float(effects.max())
+    for place in order:
+        layer, head = (int(number) for number in np.unravel_index(place, effects.shape))
+        effect = float(effects[layer, head])
+        if changes and (effect < SHARE * largest or covered >= excess):
+            break
+        window, count = choose_wider(verification, layer, head)
+        changes.append(
+            {
+                "layer": layer,
+                "kv_head": head,
+                "effect": effect,
+                "before": [int(windows[layer, head]), int(sinks[layer, head])],
+                "after": [window, count],
+            }
+        )
+        windows[layer, head], sinks[layer, head] = window, count
+        covered += effect
+    about = dict(policy.about)
+    about.pop("predicted", None)  # it was predicted for other windows
+    return replace(policy, windows=windows, sinks=sinks, about=about), changes
+
+
+def choose_wider(verification: Verification, layer: int, kv_head: int) -> tuple[int, int]:
+    """Choose the fewest keys with which a head loses a tenth of the weight that it loses now, on the same documents."""
+    policy = verification.policy
+    group = policy.num_heads // policy.num_kv_heads
+    heads = slice(kv_head * group, (kv_head + 1) * group)
+
+    def sum_over_heads(name: str) -> Array:
+        total = np.asarray(verification._sums[name])
+        return total.reshape(policy.num_layers, policy.num_heads, *total.shape[1:])[layer, heads].sum(0)
+
+    window, sinks = int(policy.windows[layer, kv_head]), int(policy.sinks[layer, kv_head])
+    limit = REMAINING * float(sum_over_heads("lost"))
+    longest = max(verification.documents.column("tokens"))
+    more = max(sinks, WIDENED_SINKS)
+    candidates = [
+        (int(size) + count, int(size), count, float(lost))
+        for name, count in (("evicted", sinks), ("evicted_widened", more))
+        for size, lost in zip(EVICTION_WINDOWS, sum_over_heads(name), strict=True)
+        if size >= window and (size, count) != (window, sinks) and size + count < longest
+    ]
+    for _, size, count, lost in sorted(candidates):
+        if lost <= limit:
+            return size, count
+    return FULL, 0
+
+
+def _sum_by_kv_head(policy: CachePolicy, effects: Array) -> Array:
+    group = policy.num_heads // policy.num_kv_heads
+    return effects.reshape(policy.num_layers, policy.num_kv_heads, group).sum(-1)

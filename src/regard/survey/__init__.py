@@ -1,8 +1,8 @@
 """Measure the heads of a model over a corpus of documents.
 
-`run` writes one Parquet row of constant size per document, layer and head; `open` reads the rows back.
-`regard.survey.schema` describes the columns. May import every package below it, such as `regard.jobs`, which runs the
-model; only `regard.cli` is above.
+`run` writes one Parquet row of constant size per document, layer and head; `open` reads the rows back. `RunOptions`
+lists how a model can be run over a corpus, and `regard.survey.schema` describes the columns. May import every package
+below it, such as `regard.jobs`, which runs the model; only `regard.cli` is above.
 
 A window of 2ᵏ keys is the first k + 1 bins of the distance histogram.
 """
@@ -10,11 +10,12 @@ A window of 2ᵏ keys is the first k + 1 bins of the distance histogram.
 from __future__ import annotations
 
 from regard._public import set_public_module
-from regard.jobs.errors import SurveyError
-from regard.jobs.progress import Progress
+from regard.jobs.driver import Progress
+from regard.jobs.options import RunOptions
+from regard.jobs.worker import SurveyError
 from regard.survey.dataset import Survey, open
 from regard.survey.driver import run
 
-__all__ = ["Progress", "Survey", "SurveyError", "open", "run"]
+__all__ = ["Progress", "RunOptions", "Survey", "SurveyError", "open", "run"]
 
 set_public_module(globals())

@@ -1,4 +1,4 @@
-"""A survey on disk, finished or not: its rows, its means by head and its report."""
+"""A survey on disk, finished or not: its rows, its means by head, its report, and a cache policy from its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.jobs.errors import SurveyError
+from regard.jobs.driver import require_pyarrow
 from regard.jobs.manifest import (
     MANIFEST_FILE,
     SETTINGS_FILE,
@@ -19,8 +19,11 @@ from regard.jobs.manifest import (
     read_manifest,
     read_settings,
 )
-from regard.jobs.row_schema import SCHEMA_VERSION, build_schema, column_to_numpy
-from regard.survey.schema import MEASURES, PROMPT_MEASURES, list_columns
+from regard.jobs.shards import EVICTION_WINDOWS, SCHEMA_VERSION, build_schema, column_to_numpy
+from regard.jobs.worker import SurveyError
+from regard.pages.html import Page
+from regard.survey.report import SurveyReport, aggregate_rows
+from regard.survey.schema import MEASURES, PROMPT_MEASURES, SINKS, list_columns
 from regard.types import Array
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import dataset
 
-    from regard.pages.html import Page
     from regard.policy import CachePolicy
+
 
 MAX_HEADS = 100_000  # of a model; tables with a row for each are built in memory
 
@@ -213,7 +216,7 @@ class Survey:
         """Choose for each key/value head how many keys a cache keeps.
 
         A head gets the smallest window of 1, 2, 4, … 65,536 keys such that window and sinks hold `keep` of its weight,
-        averaged over the tokens for which keys are evicted. If no window that some document is longer than does, the
+        averaged over the tokens for which keys are evicted. If no tested window is large enough, the
         head keeps every key. A key/value head takes the widest need of its query heads.
 
         Args:
@@ -229,8 +232,6 @@ class Survey:
             ArgumentError: If an argument is invalid, no document or no distance is measured, or layers differ in their
                 numbers of heads.
         """
-        from regard.survey.cache_policy import derive_policy
-
         return derive_policy(self, keep, sinks, granularity)
 
     def page(self, title: str | None = None) -> Page:
@@ -248,9 +249,7 @@ class Survey:
         Raises:
             ArgumentError: If no document is measured yet.
         """
-        from regard.survey.report import SurveyReport
-
-        return SurveyReport(self).page(title)
+        return build_report(self).page(title)
 
     def find_damaged(self) -> list[str]:
         """Return the names of committed files that no longer match their sha256; a resumed run measures them again."""
@@ -265,6 +264,128 @@ class Survey:
             f"Survey of {self.settings['model']['name']}: {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{self.settings['layers']} layers, {heads} heads, {len(self.quarantined)} quarantined{state}"
         )
+
+
+def build_report(survey: Survey) -> SurveyReport:
+    """Aggregate the rows of a survey for its report."""
+    if not survey.documents:
+        raise ArgumentError(
+            "survey.page",
+            received=f"{str(survey.path)!r}, where no document is measured yet",
+            expected="a survey with at least one measured document",
+            hint="Resume the survey first. Its manifest lists the quarantined documents.",
+        )
+    settings, table = survey.settings, survey.heads()
+    facts = {
+        "model": settings["model"]["name"],
+        "corpus": settings["corpus"]["path"],
+        "documents": survey.documents,
+        "tokens": survey.tokens,
+        "max_tokens": settings["max_tokens"],
+        "quarantined": len(survey.quarantined),
+        "complete": survey.complete,
+        "shards": settings["shards"],
+        "committed": len(survey.files),
+    }
+    heads = {
+        name: np.array(column.to_pylist(), dtype=None if name == "module" else float)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+    return SurveyReport(facts, heads, aggregate_rows(settings, survey.iter_batches), survey.quarantined)
+
+
+def derive_policy(
+    survey: Survey, keep: float, sinks: int, granularity: Literal["kv_head", "layer"]
+) -> CachePolicy:
+    """Choose the smallest window that keeps enough weight; see `Survey.cache_policy`."""
+    from regard.policy import FULL, CachePolicy  # which imports torch
+
+    _check(survey, keep, sinks, granularity)
+    cache, heads = survey.settings["cache"], survey.settings["heads"]
+    layers, kv_heads, groups = len(heads), cache["kv_heads"][0], heads[0] // cache["kv_heads"][0]
+    evicted, modules = measure_evicted(survey, sinks)
+    evicted = evicted.reshape(layers, heads[0], -1)
+    enough = evicted <= 1 - keep  # NaN, where no document is longer than the window, is not enough
+    chosen = np.where(enough.any(-1), enough.argmax(-1), len(EVICTION_WINDOWS))
+    chosen = chosen.reshape(layers, kv_heads, groups).max(-1)  # the widest need of the query heads
+    if granularity == "layer":
+        chosen = np.broadcast_to(chosen.max(-1, keepdims=True), chosen.shape)
+    windows = np.array([*EVICTION_WINDOWS, FULL])[chosen]
+    padded = np.concatenate([evicted, np.zeros((layers, heads[0], 1))], -1)
+    lost = np.take_along_axis(padded, np.repeat(chosen, groups, 1)[..., None], -1)[..., 0]
+    about = {
+        "model": survey.settings["model"],
+        "survey": {
+            "corpus": survey.settings["corpus"],
+            "documents": survey.documents,
+            "tokens": survey.tokens,
+            "max_tokens": survey.settings["max_tokens"],
+        },
+        "settings": {"keep": keep, "sinks": sinks, "granularity": granularity},
+        "num_heads": heads[0],
+        "head_dim": cache["head_dim"][0],
+        "value_dim": cache["value_dim"][0],
+        "bytes_per_number": cache["bytes_per_number"],
+        "predicted": {"lost": np.nan_to_num(lost).round(9).tolist()},
+    }
+    return CachePolicy(windows, np.full(windows.shape, sinks), tuple(modules), about)
+
+
+def measure_evicted(survey: Survey, sinks: int) -> tuple[Array, list[str]]:
+    """Measure the share of the weight that each window evicts, among the tokens that have keys to evict.
+
+    Returns:
+        The shares, (heads of all layers, windows), NaN where no document is longer than the window; and the names of
+        the layers.
+    """
+    heads = survey.settings["heads"]
+    starts = np.concatenate([[0], np.cumsum(heads)])
+    lost, rows = np.zeros((2, int(starts[-1]), len(EVICTION_WINDOWS)))
+    modules = [""] * len(heads)
+    measured = f"evicted_{sinks}" if sinks else "distance_histogram"
+    for batch in survey.iter_batches(["tokens", "layer", "head", "module", measured]):
+        layer = batch.column("layer").to_numpy()
+        index = starts[layer] + batch.column("head").to_numpy()
+        tokens = batch.column("tokens").to_numpy().astype(float)[:, None]
+        shares = column_to_numpy(batch.column(measured))
+        if not sinks:
+            shares = np.maximum(0.0, 1 - np.cumsum(shares, -1)[:, : len(EVICTION_WINDOWS)])
+        affected = np.maximum(0.0, tokens - np.array(EVICTION_WINDOWS) - sinks)
+        np.add.at(lost, index, shares * tokens)
+        np.add.at(rows, index, affected)
+        for row in np.unique(layer, return_index=True)[1]:
+            modules[layer[row]] = batch.column("module")[int(row)].as_py()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(rows > 0, lost / rows, np.nan), modules
+
+
+def _check(survey: Survey, keep: float, sinks: int, granularity: str) -> None:
+    def refuse(received: str, expected: str, hint: str) -> Any:
+        raise ArgumentError("survey.cache_policy", received=received, expected=expected, hint=hint)
+
+    if not 0 < keep <= 1:
+        refuse(f"keep {keep}", "a share above 0 and at most 1", "keep=0.99 keeps 99 % of the weight.")
+    if sinks not in (0, *SINKS):
+        measured = ", ".join(map(str, (0, *SINKS)))
+        refuse(f"sinks {sinks}", f"one of {measured}", "The survey measures these numbers of first keys.")
+    if granularity not in ("kv_head", "layer"):
+        refuse(f"granularity {granularity!r}", '"kv_head" or "layer"', 'Omit it for "kv_head".')
+    if not survey.documents:
+        refuse("a survey without a measured document", "at least one", "Resume the survey first.")
+    settings = survey.settings
+    if "cache" not in settings or f"evicted_{SINKS[0]}" not in settings["columns"]:
+        refuse(
+            "a survey without distances, or without the sizes of keys and values",
+            'a survey that measured "distance"',
+            'Run the survey again in a new directory, with measures=["distance"] or all of them.',
+        )
+    for name, counts in (("heads", settings["heads"]), *settings["cache"].items()):
+        if isinstance(counts, list) and len(set(counts)) > 1:
+            refuse(
+                f"a model whose layers differ in {name}: {sorted(set(counts))}",
+                "the same number in every layer",
+                "A policy is an array of layers and heads; models whose layers differ in shape have none.",
+            )
 
 
 def _build_damage_error(path: Path, problem: str) -> SurveyError:
@@ -307,10 +428,7 @@ def open(path: str | Path) -> Survey:
         ArgumentError: If the directory holds no survey, or one with another schema version.
         ImportError: If pyarrow is not installed.
     """
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ImportError("survey.open: pyarrow is not installed. pip install 'regard[survey]'") from error
+    require_pyarrow("survey.open")
     path = Path(path).expanduser().absolute()
     if not (path / SETTINGS_FILE).is_file():
         raise ArgumentError(

@@ -1,24 +1,35 @@
-"""`run`: measure the heads of a model over a corpus."""
+"""`run`: measure the heads of a model over a corpus, one text at a time in a worker process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
 
 from regard.errors import ArgumentError
 from regard.jobs.corpus import Corpus
-from regard.jobs.driver import CorpusJob, check_run, run_job
-from regard.jobs.executors import EXECUTORS
-from regard.jobs.progress import Progress
-from regard.jobs.worker_process import ModelInfo, PickledModel, TextMeasurer
+from regard.jobs.driver import Progress, require_pyarrow, run_job
+from regard.jobs.model_runner import (
+    TRIAL_TEXT,
+    ModelInfo,
+    ModelRunner,
+    ModelSpec,
+    NotFiniteError,
+    TextMeasurer,
+    as_source,
+    build_head_columns,
+)
+from regard.jobs.options import RunKeywords, RunOptions
+from regard.models import LoadedModel
 from regard.survey.dataset import Survey
 from regard.survey.dataset import open as open_survey
-from regard.survey.model_runner import ModelSpec
 from regard.survey.schema import MEASURES, PROMPT_MEASURES, list_columns
 
 if TYPE_CHECKING:
-    from regard.models import LoadedModel
+    from regard.capture.call import Call
 
 
 def run(
@@ -27,20 +38,9 @@ def run(
     out: str | Path,
     *,
     measures: Iterable[str] | None = None,
-    max_tokens: int = 1024,
-    workers: int = 1,
-    executor: Literal["local", "ray"] = "local",
-    text_field: str = "text",
-    name_field: str | None = None,
     prompt_field: str | None = None,
-    shard_size: int = 64,
-    timeout: float = 600.0,
-    max_bytes: int = 1 << 24,
-    device: str | None = None,
-    dtype: str = "float32",
-    threads: int = 1,
-    trust_remote_code: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    **options: Unpack[RunKeywords],
 ) -> Survey:
     """Measure the heads of a model over a corpus, and write the rows as Parquet to the directory `out`.
 
@@ -56,22 +56,11 @@ def run(
             must share it.
         measures: Some of "entropy", "distance", "first", "heavy" and "copies", and with `prompt_field` "lookback"; all
             by default.
-        max_tokens: Documents are truncated to this many tokens.
-        workers: Number of worker processes, each with its own copy of the model.
-        executor: "local" runs the workers on this machine, "ray" as actors of Ray Data, on this machine or on the
-            cluster that `ray.init` connected to.
-        text_field: Field of JSON lines, or column of Parquet, that holds the text.
-        name_field: Field or column that holds the name of a document.
         prompt_field: Field or column that holds the prompt that a text answers. The model reads both, and the lookback
             ratio says how much of the attention of the answer is on the prompt.
-        shard_size: Approximate number of documents that are committed together.
-        timeout: Seconds that a document may take.
-        max_bytes: Longer documents are quarantined.
-        device: Device to run on, e.g. "cuda:0".
-        dtype: "float32", "bfloat16", "float16" or "auto"; see `regard.models.load`.
-        threads: Number of torch threads in each worker.
-        trust_remote_code: Run the code that comes with a model.
         progress: Called with a `Progress`, at most ten times a second and after every shard.
+        **options: How the model is run, such as `max_tokens`, `workers`, `device` and `text_field`: the fields of
+            `RunOptions`.
 
     Returns:
         The finished survey, as `regard.survey.open(out)` returns it.
@@ -81,32 +70,18 @@ def run(
         SurveyError: If the run cannot continue: the model does not run, `out` is locked, or the disk is full.
         ImportError: If pyarrow, or ray with `executor="ray"`, is not installed.
     """
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise ImportError("survey.run: pyarrow is not installed. pip install 'regard[survey]'") from error
-    source = str(model) if isinstance(model, str | Path) else PickledModel.dump(model)
+    require_pyarrow("survey.run")
     selected = _check_measures(measures, has_prompts=prompt_field is not None)
-    spec = ModelSpec(source, selected, max_tokens, device, threads, dtype, trust_remote_code)
-    documents = Corpus(str(corpus), text_field, name_field, shard_size, max_bytes, prompt_field)
+    run = RunOptions(**options)
+    spec = SurveySpec(as_source(model), selected, options=run)
     folder = Path(out).expanduser().absolute()
-    check_run(
-        "survey.run",
-        documents,
-        folder,
-        executor,
-        max_tokens=max_tokens,
-        workers=workers,
-        shard_size=shard_size,
-        threads=threads,
-    )
-
-    def build_settings(info: ModelInfo) -> dict[str, Any]:
-        sizes = {"cache": info["cache"]} if "cache" in info else {}
-        return {**sizes, "measures": list(selected), "max_tokens": max_tokens, "dtype": dtype}
-
-    job = CorpusJob(spec, documents, folder, list_columns(selected), build_settings)
-    run_job(job, EXECUTORS[executor](workers), timeout, progress)
+    documents = Corpus(str(corpus), *run.corpus_fields, prompt_field)
+    settings = {
+        "measures": list(selected),
+        "max_tokens": run.max_tokens,
+        "dtype": run.dtype,
+    }
+    run_job(spec, documents, folder, list_columns(selected), settings, progress)
     return open_survey(folder)
 
 
@@ -125,3 +100,86 @@ def _check_measures(measures: Iterable[str] | None, *, has_prompts: bool) -> tup
             else "Omit measures to compute all of them.",
         )
     return tuple(measure for measure in known if measure in selected)
+
+
+@dataclass(frozen=True)
+class SurveySpec(ModelSpec):
+    """The model of a survey, and some of `MEASURES` and `PROMPT_MEASURES`."""
+
+    measures: tuple[str, ...] = MEASURES
+
+    def build_runner(self, loaded: LoadedModel) -> SurveyRunner:
+        """Return the object that measures texts with the loaded model."""
+        return SurveyRunner(loaded, self.options, self.measures)
+
+
+class SurveyRunner(ModelRunner):
+    """A loaded model that measures the heads on texts."""
+
+    def __init__(
+        self, loaded: LoadedModel, options: RunOptions, measures: tuple[str, ...] = MEASURES
+    ) -> None:
+        super().__init__(loaded, options)
+        self.measures = measures
+
+    def describe(self) -> ModelInfo:
+        """Describe the model, with the sizes of keys and values that a cache policy needs."""
+        return {**super().describe(), "settings": {"cache": self._describe_cache()}}
+
+    def _describe_cache(self) -> dict[str, Any]:
+        """Return the sizes of keys and values: kv_heads, head_dim and value_dim of each layer, and bytes_per_number."""
+        from regard.lens.watch import watch
+
+        with watch(self.loaded.model, values=True) as recording:
+            self.loaded.forward(self.encode(TRIAL_TEXT))
+        calls = [recording.calls(name)[0] for name in recording]
+        return {
+            "kv_heads": [call.shape[-3] // call.groups if len(call.shape) > 2 else 1 for call in calls],
+            "head_dim": [int(call.key.shape[-1]) for call in calls],
+            "value_dim": [int((call.key if call.value is None else call.value).shape[-1]) for call in calls],
+            "bytes_per_number": max(int(call.key.element_size()) for call in calls),
+        }
+
+    def measure(self, text: str, prompt: str = "") -> dict[str, Any]:
+        """Return the rows of a text, read after its prompt: the columns of the heads, and the measures as float32."""
+        from regard.lens.watch import watch
+        from regard.survey.head_stats import measure_call
+
+        encoded = self.encode(prompt + text)
+        prompt_len = count_prompt_tokens(self.loaded, prompt, text) if prompt else 0
+        tokens = [encoded.ids[0].tolist()]
+        copies: dict[Any, Any] = {}
+        layers: list[tuple[str, int, int]] = []
+        measured: list[dict[str, Any]] = []
+
+        def collect(call: Call) -> dict[str, Any]:
+            columns = measure_call(call, tokens, copies, self.measures, prompt_len)
+            for name in ("entropy", "first", "heavy"):
+                if not np.isfinite(columns.get(name, 0.0)).all():
+                    raise NotFiniteError(f"the attention weights of {call.name} are not finite")
+            layers.append((call.name, len(next(iter(columns.values()))), call.groups))
+            measured.append(columns)
+            return {}
+
+        with watch(self.loaded.model, measures=collect):
+            self.loaded.forward(encoded)
+        return build_head_columns(encoded, layers) | {
+            name: np.concatenate([columns[name] for columns in measured]).astype(np.float32)
+            for name in measured[0]
+        }
+
+
+def count_prompt_tokens(loaded: LoadedModel, prompt: str, text: str) -> int:
+    """Count the tokens that begin in the prompt, in the encoding of prompt and text, special tokens included.
+
+    Without offsets of the tokenizer, tokens at the end of the prompt that merge with the text do not count.
+    """
+    if getattr(loaded.tokenizer, "is_fast", False):
+        encoded = loaded.tokenizer(prompt + text, return_offsets_mapping=True, truncation=False)
+        offsets = encoded["offset_mapping"]
+        return next(
+            (i for i, (start, stop) in enumerate(offsets) if stop > start >= len(prompt)), len(offsets)
+        )
+    alone, both = (loaded.encode(part).ids[0].tolist() for part in (prompt, prompt + text))
+    pairs = enumerate(zip(alone, both, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(alone), len(both)))

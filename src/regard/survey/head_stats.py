@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from regard.capture.call import Call
-from regard.jobs.row_schema import EVICTION_WINDOWS
+from regard.jobs.shards import EVICTION_WINDOWS
 from regard.lens.eviction import Offsets, build_first_masses, compute_evicted
 from regard.lens.head_table import (
     as_numpy_per_head,
@@ -39,13 +39,6 @@ def measure_call(
     prompt_len: int = 0,
 ) -> dict[str, Array]:
     """Measure the heads of one call.
-
-    Args:
-        call: The call to measure.
-        tokens: The tokens of each batch entry; None skips the copies.
-        copies: A cache that the calls of one forward pass share.
-        measures: Some of `MEASURES` and `PROMPT_MEASURES`.
-        prompt_len: Number of tokens of the prompt, which the text answers; 0 without one.
 
     Returns:
         The columns that `list_columns` lists: (heads,) for a number, (heads, bins) for a histogram. Numbers are means

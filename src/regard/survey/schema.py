@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from regard.jobs.row_schema import EVICTION_WINDOWS
+from regard.jobs.shards import EVICTION_WINDOWS
 
 # Windows of this many keys, including the row's own; a layer without a causal mask has one on either side.
 WINDOWS = tuple(2**power for power in range(6, 17))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from regard.errors import RegardError
-from regard.models.function_loading import import_function
+from regard.models.loading import import_function
 from regard.testing.conformance.presets import PRESETS
 from regard.testing.conformance.runner import SIZES, check_conformance
 

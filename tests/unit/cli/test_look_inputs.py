@@ -240,9 +240,9 @@ def test_a_model_without_a_processor_is_named(look, models, tmp_path):
 
 
 def test_too_many_heads_for_a_picture(look, models, monkeypatch):
-    from regard.cli import head_figures
+    from regard.cli import look_command
 
-    monkeypatch.setattr(head_figures, "MAX_HEADS", 7)
+    monkeypatch.setattr(look_command, "MAX_HEADS", 7)
     _, err, _ = look("llama", "--text", "the cat", name="a.png", code=2)
     assert "a picture of 8 heads; expected from 1 to 7. Choose layers" in err
     record, _, path = look("llama", "--text", "the cat", "--layers", "*.0.*", name="a.png")

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
-from regard.jobs.row_schema import EVICTION_WINDOWS
+from regard.jobs.shards import EVICTION_WINDOWS
 from regard.policy import FULL, CachePolicy
 from tests.helpers.policy_checks import INDUCTION_MODEL, LocalVerifier, build_policy, draw_repeated
 from tests.helpers.survey_files import write_survey

@@ -10,7 +10,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import regard
-from regard.cli.profile_command import ProfileSize, parse_mask
+from regard.cli.machine_commands import ProfileSize, parse_mask
 
 
 def test_profile_reports_kernels_times_and_memory(run):

@@ -157,7 +157,7 @@ def test_an_unexpected_error_is_one_line_without_the_traceback_option(run, monke
     def fail(*_, **__):
         raise ZeroDivisionError("many\nlines")
 
-    monkeypatch.setattr("regard.cli.explain_commands.attention", fail)
+    monkeypatch.setattr("regard.cli.learn_commands.attention", fail)
     _, err = run("explain", code=4)
     assert (
         err.count("\n") == 1
@@ -217,7 +217,7 @@ def test_an_interrupt_exits_with_130(run, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("regard.cli.explain_commands.attention", interrupt)
+    monkeypatch.setattr("regard.cli.learn_commands.attention", interrupt)
     assert run("explain", code=130) == ("", "")
 
 

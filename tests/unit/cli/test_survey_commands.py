@@ -13,7 +13,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import regard
-from regard.survey.report import SurveyReport
+from regard.survey.dataset import build_report
 from tests.helpers.command_line import run_process
 from tests.helpers.survey_files import write_survey
 
@@ -47,7 +47,7 @@ def test_report_prints_the_answer_and_writes_the_page(run, survey, tmp_path):
     page = survey.page()
     path = tmp_path / "page.html"
     captured = run("report", survey.path, "-o", path)
-    assert captured.err == "" and captured.out.splitlines()[0] == SurveyReport(survey).answer()
+    assert captured.err == "" and captured.out.splitlines()[0] == build_report(survey).answer()
     assert "  induction: 1\n" in captured.out and captured.out.splitlines()[-1].startswith(
         f"{page.title}: {path}, "
     )
@@ -55,8 +55,8 @@ def test_report_prints_the_answer_and_writes_the_page(run, survey, tmp_path):
     captured = run("report", survey.path, "-o", path, "--json")
     record = json.loads(captured.out)
     assert captured.err == "" and record["page"] == str(path) and record["bytes"] == path.stat().st_size
-    assert {name: record[name] for name in SurveyReport(survey).summary} == json.loads(
-        json.dumps(SurveyReport(survey).summary)
+    assert {name: record[name] for name in build_report(survey).summary} == json.loads(
+        json.dumps(build_report(survey).summary)
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
-from regard.lens.layer_checks import UNSCALED_LAYERS  # noqa: E402
+from regard.families import UNSCALED_LAYERS  # noqa: E402
 from tests.helpers.model_folders import build_gemma3_vlm  # noqa: E402
 from tests.helpers.tiny_models import TINY, needs_t5_attention  # noqa: E402
 from tests.helpers.torch_capabilities import runs_fused  # noqa: E402

@@ -18,9 +18,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  
 import regard  # noqa: E402
 import regard.transformers  # noqa: E402
 from regard.errors import ArgumentError  # noqa: E402
+from regard.families import TESTED_CACHES  # noqa: E402
 from regard.policy import FULL, CachePolicy  # noqa: E402
 from regard.policy.masking import build_edits  # noqa: E402
-from regard.policy.tested_families import TESTED_FAMILIES  # noqa: E402
 from tests.helpers.base_models import VARIANTS, shrink  # noqa: E402
 from tests.helpers.policy_caches import run_cached  # noqa: E402
 from tests.helpers.tiny_models import softmax_in_own_dtype  # noqa: E402
@@ -68,7 +68,7 @@ def build(config_class: Any) -> Any:
 
 def test_the_table_is_read():
     assert FAMILIES["llama"] == "served" and FAMILIES["falcon"] == "refused" and len(FAMILIES) > 100
-    assert {family for family, result in FAMILIES.items() if result == "served"} == TESTED_FAMILIES
+    assert {family for family, result in FAMILIES.items() if result == "served"} == TESTED_CACHES
 
 
 @pytest.mark.nightly

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 from regard.errors import ArgumentError  # noqa: E402
+from regard.families import FAMILIES  # noqa: E402
 from regard.policy import FULL  # noqa: E402
-from regard.policy.export import MIXED_FAMILIES, UNIFORM_FAMILIES  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from tests.helpers.policy_caches import draw_tokens, make_policy, run_cached, run_masked  # noqa: E402
 
@@ -54,12 +54,13 @@ def configure(family: str) -> Any:
     "family",
     [
         pytest.param(family, marks=[] if family in ("qwen3", "phi3") else [pytest.mark.nightly])
-        for family in (*MIXED_FAMILIES, *UNIFORM_FAMILIES)
+        for family, facts in FAMILIES.items()
+        if facts.windows
     ],
 )
 def test_a_model_with_the_configuration(tmp_path, family):
     model, tokens = build(configure(family)), draw_tokens(2, LENGTH)
-    windows = [[FULL], [WINDOW], [WINDOW], [FULL]] if family in MIXED_FAMILIES else WINDOW
+    windows = [[FULL], [WINDOW], [WINDOW], [FULL]] if FAMILIES[family].windows == "by layer" else WINDOW
     policy = make_policy(model, windows)
     expected = run_masked(model, policy, tokens)
     assert not torch.allclose(model(tokens, use_cache=False).logits, expected, atol=1e-3)
@@ -68,7 +69,7 @@ def test_a_model_with_the_configuration(tmp_path, family):
     for chunks in CHUNKS:
         cache = policy.cache(changed)
         # The sliding layers of transformers serve families that list the type of each layer.
-        assert isinstance(cache, hf.DynamicCache) == (family in MIXED_FAMILIES)
+        assert isinstance(cache, hf.DynamicCache) == (FAMILIES[family].windows == "by layer")
         logits = run_cached(changed, cache, tokens, chunks)
         # Routers of some families compute in float32.
         dtype = "float64" if "moe" not in family else "float32"

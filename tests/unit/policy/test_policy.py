@@ -9,7 +9,7 @@ import pytest
 
 import regard
 from regard.policy import FULL, CachePolicy
-from regard.policy.file_format import MAX_BYTES
+from regard.policy.files import MAX_BYTES
 
 ABOUT = {"model": {"name": "toy"}, "num_heads": 4, "head_dim": 16, "value_dim": 8, "bytes_per_number": 2}
 

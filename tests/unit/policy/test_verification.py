@@ -12,9 +12,8 @@ pytest.importorskip("safetensors")
 import regard
 from regard.interventions.gradient_attribution import attribute_restriction
 from regard.policy import FULL
-from regard.policy.comparison import compare_logits
-from regard.policy.masking import build_edits, build_mask
-from regard.policy.model_runner import PolicyRunner, VerificationSpec
+from regard.policy.masking import build_edits
+from regard.policy.model_runner import PolicyRunner, PolicySpec, compare_logits
 from tests.helpers.policy_checks import (
     INDUCTION_MODEL,
     INDUCTION_TOKENS,
@@ -99,6 +98,10 @@ def test_effects_add_up_to_the_divergence(verifier):
     assert np.count_nonzero(one.effects) == 1
 
 
+def keep_window(window, sinks):
+    return regard.sliding_window(window) | regard.first(sinks) if sinks else regard.sliding_window(window)
+
+
 def test_lost_weight_equals_that_of_the_dense_matrix(verifier):
     policy = build_policy(INDUCTION_MODEL, {(0, 1): (7, 3), (1, 2): (16, 0)})
     found = verifier.verify(policy, 1.0)
@@ -113,7 +116,7 @@ def test_lost_weight_equals_that_of_the_dense_matrix(verifier):
                 window, sinks = int(policy.windows[layer, head]), int(policy.sinks[layer, head])
                 if window == FULL:
                     continue
-                kept = (regard.causal() & build_mask(window, sinks)).to_dense(n, n)
+                kept = (regard.causal() & keep_window(window, sinks)).to_dense(n, n)
                 totals[layer, head] += weights[head][~kept].sum()
                 rows[layer, head] += (~kept & regard.causal().to_dense(n, n)).any(-1).sum()
     with np.errstate(invalid="ignore"):
@@ -123,7 +126,7 @@ def test_lost_weight_equals_that_of_the_dense_matrix(verifier):
 
 def test_the_masked_run_is_that_of_a_model_with_dense_masks(verifier):
     policy = build_policy(INDUCTION_MODEL, {(0, 1): (7, 3), (0, 2): (7, 3), (1, 0): (3, 0)})
-    runner = PolicyRunner.from_loaded(verifier.loaded, VerificationSpec("", policy, INDUCTION_TOKENS))
+    runner = PolicyRunner(verifier.loaded, PolicySpec("", policy))
     ids = verifier.loaded.encode(verifier.texts[0], INDUCTION_TOKENS).ids
     n = ids.shape[1]
     edits = [
@@ -131,7 +134,7 @@ def test_the_masked_run_is_that_of_a_model_with_dense_masks(verifier):
             name,
             heads=head,
             mask=regard.dense(
-                build_mask(int(policy.windows[layer, head]), int(policy.sinks[layer, head])).to_dense(n, n)
+                keep_window(int(policy.windows[layer, head]), int(policy.sinks[layer, head])).to_dense(n, n)
             ),
         )
         for layer, name in enumerate(policy.layers)
@@ -141,7 +144,7 @@ def test_the_masked_run_is_that_of_a_model_with_dense_masks(verifier):
     assert len(build_edits(policy)) == 2  # heads that keep the same keys share an edit
     with torch.no_grad(), regard.intervene(verifier.loaded.model, edits):
         expected = verifier.loaded.model(ids)[0]
-    torch.testing.assert_close(runner.run_policy(ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(runner.run_policy(ids, runner.run(ids)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_are_compared_token_by_token():

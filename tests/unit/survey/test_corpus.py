@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import regard
-from regard.jobs.corpus import Corpus, Shard
-from regard.jobs.line_reader import iter_lines
+from regard.jobs.corpus import Corpus, Shard, iter_lines
 from tests.helpers.survey_checks import write_corpus
 
 
@@ -55,7 +54,7 @@ def test_lines_do_not_depend_on_the_block_size(monkeypatch):
     data = b"one\ntwo\n\nthree, which is longer\nfour"
     lines = list(iter_lines(io.BytesIO(data), 0, len(data), 10))
     assert lines == [(0, b"one"), (4, b"two"), (9, None), (32, b"four")]
-    monkeypatch.setattr("regard.jobs.line_reader.BLOCK_BYTES", 3)
+    monkeypatch.setattr("regard.jobs.corpus.BLOCK_BYTES", 3)
     assert list(iter_lines(io.BytesIO(data), 0, len(data), 10)) == lines
 
 

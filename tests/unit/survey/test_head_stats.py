@@ -13,7 +13,7 @@ pytest.importorskip("safetensors")
 
 import regard
 from examples.induction import encode, load
-from regard.jobs.row_schema import EVICTION_WINDOWS
+from regard.jobs.shards import EVICTION_WINDOWS
 from regard.lens.head_table import measure_heads
 from regard.lens.watch import watch
 from regard.survey.head_stats import Offsets, measure_call

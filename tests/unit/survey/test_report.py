@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 pytest.importorskip("pyarrow")
 
 import regard
-from regard.jobs.row_schema import build_schema
+from regard.jobs.shards import build_schema
 from regard.survey import schema
-from regard.survey.aggregate import TopDocuments, aggregate_rows
+from regard.survey.report import TopDocuments, aggregate_rows
 from tests.helpers.survey_files import write_survey
 
 DOCS = (Path(__file__).parents[3] / "docs/survey.md").read_text()
@@ -45,13 +45,13 @@ def test_top_documents_equal_those_of_a_sort_for_any_batches(found, draw):
 
 
 def test_aggregates_do_not_depend_on_batches(survey, monkeypatch):
-    whole = aggregate_rows(survey)
-    monkeypatch.setattr("regard.survey.aggregate.BATCH_ROWS", 7)
+    whole = aggregate_rows(survey.settings, survey.iter_batches)
+    monkeypatch.setattr("regard.survey.report.BATCH_ROWS", 7)
     small = [batch.slice(start, 5) for batch in survey.iter_batches() for start in range(0, len(batch), 5)]
     monkeypatch.setattr(
         type(survey), "iter_batches", lambda _, columns: (batch.select(columns) for batch in small)
     )
-    parts = aggregate_rows(survey)
+    parts = aggregate_rows(survey.settings, survey.iter_batches)
     assert repr(whole.extremes["first"][0].documents) == repr(parts.extremes["first"][0].documents)
     for name, counts in whole.counts.items():
         np.testing.assert_array_equal(counts, parts.counts[name])

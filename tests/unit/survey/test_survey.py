@@ -17,13 +17,13 @@ pytest.importorskip("safetensors")
 
 import regard
 from examples.induction import encode
-from regard.jobs.row_schema import RowBatch, build_record_batch, build_schema
-from regard.jobs.worker_client import format_python_path
-from regard.jobs.worker_process import hash_tokenizer, hash_weights
+from regard.jobs.model_runner import hash_tokenizer, hash_weights
+from regard.jobs.shards import RowBatch, build_record_batch, build_schema
+from regard.jobs.worker import format_python_path
 from regard.lens.watch import watch
 from regard.models import LoadedModel
-from regard.survey import SurveyError
-from regard.survey.model_runner import ModelRunner, ModelSpec
+from regard.survey import RunOptions, SurveyError
+from regard.survey.driver import SurveySpec
 from regard.survey.schema import MEASURES, list_columns
 from tests.helpers.survey_checks import assert_whole, run, write_corpus
 from tests.helpers.survey_models import tiny
@@ -68,9 +68,8 @@ def test_rows_equal_those_of_the_lens(survey, corpus):
 
 
 def test_rows_have_the_same_size_for_any_length(tmp_path):
-    model = ModelRunner(
-        ModelSpec(model="tests.helpers.survey_models:tiny", measures=MEASURES, max_tokens=10_000)
-    )
+    options = RunOptions(max_tokens=10_000)
+    model = SurveySpec("tests.helpers.survey_models:tiny", MEASURES, options=options).load()
 
     def size(length):
         rows = model.measure("".join(chr(97 + n * n % 26) for n in range(length)))
@@ -273,3 +272,8 @@ def test_a_loaded_model_can_be_surveyed(tmp_path):
     loaded = LoadedModel("mine", model, ids)
     survey = regard.survey.run(loaded, tmp_path / "a.txt", tmp_path / "out")
     assert survey.settings["model"]["name"] == "mine" and survey.documents == 1
+
+
+def test_the_package_is_imported_without_torch():
+    code = "import sys, regard.survey; print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

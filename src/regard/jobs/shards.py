@@ -1,24 +1,105 @@
-"""One shard: measure its documents, write the rows to a temporary file, flush it and read it back."""
+"""Rows and shards: the Parquet rows of documents, and the worker that writes the file of a shard and reads it back.
+
+A row is one (document, layer, head) with measured columns of fixed width.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from regard.jobs.corpus import Corpus, CorpusDocument, Shard
-from regard.jobs.errors import SurveyError
-from regard.jobs.row_schema import RowBatch, build_footer, build_record_batch, build_schema
-from regard.jobs.worker_client import Rejected, WorkerClient
-from regard.jobs.worker_process import JobSpec, ModelInfo
+from regard.jobs.model_runner import ModelInfo, ModelSpec
+from regard.jobs.worker import Rejected, SurveyError, WorkerClient
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+SCHEMA_VERSION = 1
+# Windows of the columns of evicted weight, from which a cache policy is chosen.
+EVICTION_WINDOWS = tuple(2**power for power in range(17))
+METADATA_KEY = "regard.survey"
+INDEX_COLUMNS = ("layer", "head", "kv_head")
+ID_COLUMNS = ("document", "name", "tokens", "truncated", *INDEX_COLUMNS, "module")
+
+
+def build_schema(widths: Mapping[str, int]) -> pa.Schema:
+    """Build the Arrow schema of a table whose measured columns have these widths."""
+    import pyarrow as pa
+
+    types = {"tokens": pa.int32(), "truncated": pa.bool_()} | dict.fromkeys(INDEX_COLUMNS, pa.int16())
+    fields = [pa.field(name, types.get(name, pa.string()), nullable=name == "name") for name in ID_COLUMNS]
+    for name, width in widths.items():
+        fields.append(pa.field(name, pa.float32() if width == 1 else pa.list_(pa.float32(), width)))
+    return pa.schema(fields)
+
+
+class RowBatch(NamedTuple):
+    """The rows of one document: `columns` as its worker process returned them, an entry for each layer and head."""
+
+    document: str
+    name: str | None
+    columns: Mapping[str, Any]
+
+
+def build_record_batch(documents: Sequence[RowBatch], schema: pa.Schema) -> pa.RecordBatch:
+    """Concatenate the rows of several documents into one Arrow record batch."""
+    import pyarrow as pa
+
+    counts = [len(document.columns["layer"]) for document in documents]
+
+    def concatenate(name: str) -> Any:
+        if name in ("document", "name"):
+            values = [getattr(document, name) for document in documents]
+        elif name in ("tokens", "truncated"):
+            values = [document.columns[name] for document in documents]
+        elif name == "module":
+            return [module for document in documents for module in document.columns[name]]
+        else:
+            return np.concatenate([document.columns[name] for document in documents])
+        return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+
+    arrays = []
+    for field in schema:
+        values = concatenate(field.name)
+        if pa.types.is_fixed_size_list(field.type):
+            # NaN stands for an undefined value, which is null in the file. Older pyarrow writes no list that is null.
+            flat = values.reshape(-1)
+            flat = pa.array(flat, mask=flat != flat)
+            arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
+        elif pa.types.is_floating(field.type):
+            arrays.append(pa.array(values, mask=values != values))
+        else:
+            arrays.append(pa.array(values, field.type))
+    return pa.record_batch(arrays, schema=schema)
+
+
+def build_footer(shard: int, quarantined: Collection[Mapping[str, str]]) -> dict[str, str]:
+    """Build the key-value metadata of a shard's file."""
+    metadata = {"version": SCHEMA_VERSION, "shard": shard, "quarantined": list(quarantined)}
+    return {METADATA_KEY: json.dumps(metadata)}
+
+
+def column_to_numpy(column: pa.Array) -> Any:
+    """Convert an Arrow column to float64, (rows,) or (rows, bins); null becomes NaN."""
+    import pyarrow as pa
+
+    if not pa.types.is_fixed_size_list(column.type):
+        return column.to_numpy(zero_copy_only=False).astype(float)
+    width = column.type.list_size
+    numbers = column.values.slice(column.offset * width, len(column) * width)
+    return numbers.to_numpy(zero_copy_only=False).astype(float).reshape(-1, width)
+
 
 # Rows buffered before they are written.
 BUFFERED_ROWS = 1 << 15
@@ -33,12 +114,11 @@ OnProgress = Callable[[int, int, int], None]
 class ShardJob:
     """Everything a worker needs, on any machine."""
 
-    spec: JobSpec
+    spec: ModelSpec
     corpus: Corpus
     out: str
     run: str  # the token in the driver's lock file
     widths: dict[str, int]
-    timeout: float
     info: ModelInfo  # the model as the driver loaded it
 
 
@@ -65,7 +145,7 @@ class ShardWorker:
     """
 
     def __init__(self, job: ShardJob, client: WorkerClient | None = None) -> None:
-        self.job, self.client = job, client or WorkerClient(job.spec, job.timeout)
+        self.job, self.client = job, client or WorkerClient(job.spec)
         self._checked = client is not None
 
     def __call__(self, shard: Shard, on_progress: OnProgress | None = None) -> ShardResult | SurveyError:
@@ -84,12 +164,8 @@ class ShardWorker:
         self.client.close()
 
     def _check_model(self, info: ModelInfo) -> None:
-        expected = self.job.info
-        for name, found, recorded in (
-            ("weights", info["weights"], expected["weights"]),
-            ("tokenizer", info["tokenizer"], expected["tokenizer"]),
-        ):
-            if found != recorded:
+        for name in ("weights", "tokenizer"):
+            if info[name] != self.job.info[name]:
                 raise SurveyError(
                     "survey.run",
                     received=f"a worker whose {name} differ from the driver's",

@@ -1,4 +1,4 @@
-"""`regard profile`: time attention of one size on this machine in several variants, and explain the differences."""
+"""`regard profile` and `selfcheck`: time attention on this machine, and check the installed versions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import typer
 
+from regard.cli.options import JsonOption
 from regard.cli.output import NUMBER_STYLE, Printer, style_text
 from regard.core.attention import attention
 from regard.errors import ArgumentError
@@ -19,6 +21,9 @@ from regard.learn.cost import fit_exponent
 from regard.masks import Mask, causal, document, padding, sliding_window
 from regard.measures import Coarse, Distance, Entropy, Received
 from regard.render.table import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from regard.testing.installation import InstallationReport
 
 # Variants that store more weights, or a larger mask, than this are skipped: they hold several copies at once.
 MAX_STORED_BYTES = 1 << 29
@@ -53,17 +58,58 @@ class TimedVariant(NamedTuple):
     call: Callable[[], object]
 
 
-def profile(printer: Printer, sizes: list[ProfileSize], rounds: int) -> int:
-    """Time each size and print the results.
-
-    Args:
-        printer: Prints the result.
-        sizes: Sizes to profile.
-        rounds: Number of timings of each variant.
-
-    Returns:
-        The exit code.
-    """
+def profile(
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length", "-n", metavar="N", min=1, help="Number of tokens. Default: 2048. Repeatable."
+        ),
+    ] = None,
+    queries: Annotated[
+        int | None,
+        typer.Option("--queries", metavar="N", min=1, help="Number of queries, e.g. 1 for decoding."),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Number of heads.")] = 8,
+    kv_heads: Annotated[
+        int | None,
+        typer.Option("--kv-heads", metavar="N", min=1, help="Number of key/value heads. Default: heads."),
+    ] = None,
+    head_dim: Annotated[
+        int, typer.Option("--head-dim", metavar="N", min=1, help="Width of queries and keys.")
+    ] = 64,
+    value_dim: Annotated[
+        int | None,
+        typer.Option("--value-dim", metavar="N", min=1, help="Width of values. Default: head_dim."),
+    ] = None,
+    mask: Annotated[
+        str, typer.Option("--mask", metavar="MASK", help="none, causal, window:N, padding:N or documents:N.")
+    ] = "causal",
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Dtype to compute with."),
+    ] = "float32",
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", min=1, help="Number of timings of each variant.")
+    ] = 7,
+    as_json: JsonOption = False,
+) -> int:
+    """Time attention of a given size on this machine, with the kernel and peak memory of each variant."""
+    printer = Printer(as_json)
+    sizes = [
+        ProfileSize(
+            batch,
+            heads,
+            kv_heads or heads,
+            queries or n,
+            n,
+            head_dim,
+            value_dim or head_dim,
+            mask,
+            dtype,
+        )
+        for n in length or [2048]
+    ]
     for size in sizes:
         _check_size(size)
     try:
@@ -314,3 +360,107 @@ def _print_size(printer: Printer, size: ProfileSize, record: dict[str, Any], mac
         printer.print()
         printer.print(note)
     printer.print()
+
+
+def selfcheck(
+    cases: Annotated[
+        int, typer.Option("--cases", "-n", metavar="N", min=1, help="Number of generated cases.")
+    ] = 100,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="Device to check as well, e.g. cuda or mps; takes about two minutes.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Compare the kernels and generated cases with the definition, in the installed versions.
+
+    Exits with 1 if something is wrong. The report names versions and settings, no paths, machine or user: paste the
+    output of --json into an issue.
+    """
+    from regard.testing.installation import check_installation
+
+    printer = Printer(as_json)
+    report = check_installation(cases, device=device)
+    _print_report(printer, report)
+    printer.record(report.to_dict())
+    return 0 if report.ok else 1
+
+
+def _print_report(printer: Printer, report: InstallationReport) -> None:
+    rows = [["python", report.platform["python"]]]
+    rows += [[name, version or "not installed"] for name, version in report.versions.items()]
+    rows += [["platform", " ".join(report.platform[name] for name in ("system", "machine", "libc"))]]
+    rows += [["compiled pass", report.platform["compiled_pass"]]]
+    rows += [[name.replace("_", " "), str(value)] for name, value in report.precision.items()]
+    printer.table(["", "installed"], rows)
+    printer.print()
+    if report.kernels:
+        checks = [
+            [kernel["name"], kernel["device"], kernel["cause"] or "passed"] for kernel in report.kernels
+        ]
+        printer.table(["kernel", "device", "check"], checks)
+        printer.print()
+    cases = report.cases
+    printer.print(
+        style_text(
+            f"{cases['count']} cases on {', '.join(cases['engines'])}: {cases['failed']} of {cases['checks']} checks "
+            "failed; the largest error is ",
+            (f"{cases['largest_share_of_allowed_error']:.2f}", NUMBER_STYLE),
+            f" of what is allowed ({cases['seconds']:.1f} s).",
+        )
+    )
+    for failure in cases["failures"]:
+        printer.print(f"  {failure}")
+    if report.device:
+        _print_device(printer, report.device)
+    for problem in report.problems:
+        printer.print(f"problem: {problem}", "bold red")
+    printer.print(
+        "ok" if report.ok else "Report it: paste the output of 'regard selfcheck --json' into an issue."
+    )
+
+
+def _print_device(printer: Printer, found: dict[str, Any]) -> None:
+    printer.print()
+    printer.table(["device", ""], [[name, str(value)] for name, value in found["device"].items()])
+    printer.print()
+    kernels = [*found["kernels"], *found["compiled_kernels"]]
+    if kernels:
+        rows = [[kernel["name"], kernel["cause"] or "passed"] for kernel in kernels]
+        printer.table(["kernel of the device", "check"], rows)
+        printer.print()
+    hidden = ("operator", "problems")
+    rows = [
+        [
+            entry["operator"],
+            ", ".join(f"{name} {value}" for name, value in entry.items() if name not in hidden),
+        ]
+        for entry in found["conventions"]
+    ]
+    if rows:
+        printer.table(["operator", "conventions"], rows)
+        printer.print()
+    runs = [
+        [run["engine"], run["setting"], f"{run['count']}", f"{run['failed']}", f"{run['largest_share']:.2f}"]
+        for run in found["cases"]
+    ]
+    printer.table(["engine", "setting", "cases", "failed", "largest share of the allowed error"], runs)
+    for failure in (failure for run in found["cases"] for failure in run["failures"]):
+        printer.print(f"  {failure}")
+    if found["speed"]:
+        printer.print()
+        speed = [
+            [f"{entry['length']:,}", entry.get("what", ""), *_format_ratio(entry)] for entry in found["speed"]
+        ]
+        printer.table(["tokens", "", "bare, ms", "regard, ms", "ratio", "estimated for an A100"], speed)
+    printer.print(f"checked in {found['seconds']:.0f} s")
+
+
+def _format_ratio(entry: dict[str, Any]) -> list[str]:
+    if "error" in entry:
+        return [entry["error"], "", "", ""]
+    return [str(entry[name]) for name in ("bare_ms", "regard_ms", "ratio", "estimated_ratio")]

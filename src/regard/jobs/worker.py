@@ -1,4 +1,7 @@
-"""The client of a worker process: start it, send it texts, apply the timeout, and restart it after a crash."""
+"""The worker process that holds the model, and its client: one text at a time goes in, and its rows come back.
+
+The model runs in a separate process, so that a document that hangs or crashes it does not stop the survey.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,71 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from regard.jobs.errors import SurveyError
-from regard.jobs.worker_process import JobSpec, ModelInfo
+from regard.errors import RegardError
+from regard.jobs.model_runner import ModelInfo, ModelSpec, NotFiniteError
+
+
+class SurveyError(RegardError, RuntimeError):
+    """A survey that cannot continue. Committed shards are kept, and the same call resumes the survey."""
+
+
+def main(channel: int, parent: int) -> None:
+    """Answer the requests on a connection until it closes or the parent process exits.
+
+    The first two messages are a `ModelSpec` and whether to describe the model. Every later one is a tuple: a text, and
+    its prompt if it has one. `channel` is the file descriptor of the connection, `parent` a process id.
+    """
+    _exit_with_parent(parent)
+    _prefer_for_oom_kill()
+    connection = Connection(channel)
+    try:
+        measurer = connection.recv().load()
+        connection.send(("ready", measurer.describe() if connection.recv() else None))
+    except Exception as error:  # any failure to load the model is reported to the parent
+        connection.send(("failed", format_error(error)))
+        return
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[str, Any] = ("rows", measurer.measure(*request))
+        except Exception as error:  # a document may raise anything; it is reported, and the next one is read
+            answer = ("not finite" if isinstance(error, NotFiniteError) else "error", format_error(error))
+        connection.send(answer)
+
+
+def format_error(error: Exception) -> str:
+    """Format an error on one line of at most 500 characters."""
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, RegardError | NotFiniteError) else f"{type(error).__name__}: {text}"
+
+
+def _exit_with_parent(parent: int) -> None:
+    """Exit with the parent process, even if the parent is killed while the model runs."""
+
+    def poll_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=poll_parent, daemon=True).start()
+
+
+def _prefer_for_oom_kill() -> None:
+    """Let the system kill this process before its parent when memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        return
 
 
 class Rejected(NamedTuple):
@@ -24,12 +86,12 @@ class Rejected(NamedTuple):
 class WorkerClient:
     """A model in a separate process, started by the first request.
 
-    If a text takes longer than `timeout` seconds, its process is killed. If a text crashes its process, it is retried
-    once in a new one.
+    If a text takes longer than the timeout of the options, its process is killed. If a text crashes its process, it is
+    retried once in a new one.
     """
 
-    def __init__(self, spec: JobSpec, timeout: float) -> None:
-        self.spec, self.timeout = spec, timeout
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._stopped = False
@@ -48,9 +110,9 @@ class WorkerClient:
             assert self._connection is not None
             try:
                 self._connection.send(request)
-                if not self._connection.poll(self.timeout):
+                if not self._connection.poll(self.spec.options.timeout):
                     self.close()
-                    return Rejected("timeout", f"no result within {self.timeout:g} s")
+                    return Rejected("timeout", f"no result within {self.spec.options.timeout:g} s")
                 kind, answer = self._connection.recv()
             except (EOFError, OSError):
                 cause = self._reap()
@@ -86,7 +148,7 @@ class WorkerClient:
         self._connection, remote = Pipe()
         # The worker searches the same paths as this process, and does not import the caller's main module.
         env = {**os.environ, "PYTHONPATH": format_python_path()}
-        code = f"from regard.jobs.worker_process import main; main({remote.fileno()}, {os.getpid()})"
+        code = f"from regard.jobs.worker import main; main({remote.fileno()}, {os.getpid()})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             env=env,
