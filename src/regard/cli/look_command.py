@@ -42,14 +42,7 @@ CELLS = 128  # of a map along an edge; longer sequences show the maximum of each
 
 @dataclass(frozen=True)
 class LookRun:
-    """A run of `look`.
-
-    Args:
-        inputs: What the model ran on.
-        recording: Its attention.
-        generated: What it generated, or None.
-        title: Title of the page.
-    """
+    """A run of `look`."""
 
     inputs: ModelInputs
     recording: Recording

@@ -30,10 +30,6 @@ class Printer:
 
     Text is never parsed as markup, and control characters are escaped: a token or a file name may contain anything.
     Output to a pipe is neither truncated nor wrapped.
-
-    Args:
-        as_json: Print the result as JSON.
-        as_csv: Print the result as CSV.
     """
 
     def __init__(self, as_json: bool = False, as_csv: bool = False) -> None:

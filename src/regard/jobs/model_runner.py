@@ -72,14 +72,9 @@ class PickledModel(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model to run on every text and how; a kind of job adds what it measures, and builds its runner.
+    """The model to run on every text and how; a kind of job adds what it measures, and builds its runner."""
 
-    Args:
-        model: A name for `regard.models.load`, or a pickled model.
-        options: How to load and run it.
-    """
-
-    model: str | PickledModel
+    model: str | PickledModel  # a name for `regard.models.load`, or pickled
     options: RunOptions = field(default_factory=RunOptions, kw_only=True)
 
     def load(self) -> TextMeasurer:

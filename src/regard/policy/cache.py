@@ -50,17 +50,11 @@ STATE_TYPES = ("conv", "linear_attention", "mlp", "moe")
 
 @dataclass
 class Handover:
-    """Keys on their way from the cache to the attention function; all layers of a cache share it.
-
-    Args:
-        config: Configuration that names the attention implementation of the model.
-        model_name: Class of the model, for messages.
-        layer: The layer whose keys were handed out last, until its attention was computed.
-    """
+    """Keys on their way from the cache to the attention function; all layers of a cache share it."""
 
     config: PreTrainedConfig
     model_name: str
-    layer: PolicyLayer | None = None
+    layer: PolicyLayer | None = None  # whose keys were handed out last, until its attention was computed
 
     def refuse(self, received: str) -> ArgumentError:
         """Return the error for a model that cannot be served."""
@@ -77,11 +71,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     `update` hands the new keys and values to the layer's attention function, which calls `attend`. Only there the mask
     is known, and with it the first token of each batch entry. The tokens that no later query needs are not stored.
-
-    Args:
-        windows: Window of each kv head, None for all tokens.
-        sinks: Sinks of each kv head.
-        handover: Shared by the layers of the cache.
     """
 
     is_sliding = False
@@ -452,11 +441,7 @@ def _add_causality(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | 
 
 
 class PolicyCache(Cache):  # type: ignore[misc]
-    """Cache whose attention layers store what a policy keeps; `policy.cache(model)` returns one.
-
-    Args:
-        layers: One cache layer for each layer of the model.
-    """
+    """Cache whose attention layers store what a policy keeps; `policy.cache(model)` returns one."""
 
     @property
     def num_bytes(self) -> int:

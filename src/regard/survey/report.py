@@ -233,14 +233,7 @@ class Behaviour(NamedTuple):
 
 @dataclass(frozen=True)
 class SurveyReport:
-    """The report of a survey: `page` builds the page, `summary` is for scripts.
-
-    Args:
-        facts: The model, the corpus, and how much of it is measured.
-        heads: The columns of `Survey.heads` as NumPy arrays.
-        stats: The statistics over the documents.
-        quarantined: Documents that could not be measured, with `document`, `kind` and `reason`.
-    """
+    """The report of a survey: `page` builds the page, `summary` is for scripts."""
 
     facts: dict[str, Any]
     heads: dict[str, Array]
