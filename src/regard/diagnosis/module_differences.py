@@ -361,12 +361,9 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
     if pair.reads_other_ids:
         return _build_other_ids(pair, place, evidence)
     if not difference.is_inside:
-        start = "the input of the model" if before is None else before.name
+        start = "Before it nothing is known:" if before is None else f"What {before.name} returns agrees, and"
         end = f"what {name} reads" if pair.name and pair.reads_others else f"what {name} returns"
-        message = f"What {start} returns agrees, and {end} differs: they part in the code between the two."
-        message = message.replace(
-            "What the input of the model returns agrees, and ", "Before it nothing is known: "
-        )
+        message = f"{start} {end} differs: they part in the code between the two."
         relation = describe_relation(pair.a.input, pair.b.input, pair.limit) if pair.reads_others else ""
         if relation:
             message += f" It {relation}."
@@ -399,11 +396,8 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
     elif weights:
         hint = weights
     else:
-        hint = (
-            "Compare its weights, and its settings."
-            if pair.a.has_weights
-            else "Compare its settings and code."
-        )
+        has_weights = pair.a.has_weights
+        hint = "Compare its weights, and its settings." if has_weights else "Compare its settings and code."
     order = find_fused_order(pair, heads)
     return Finding("module", "error", message, hint=order or hint, evidence=evidence, **place)
 

@@ -169,7 +169,7 @@ def build_inputs(case: Case, tile: int) -> CaseInputs | None:
             array.flat[rng.integers(array.size)] = rng.choice([np.nan, np.inf, -np.inf])
     with np.errstate(over="ignore"):
         query, key, value = (
-            _lay_out(array.astype(numpy_dtype(case.dtype)), case.layout) for array in (query, key, value)
+            lay_out(array.astype(numpy_dtype(case.dtype)), case.layout) for array in (query, key, value)
         )
     ordinary = case.values == "normal" and case.change in ("none", "sink")
     return CaseInputs(query, key, value, arguments, definition, ordinary)
@@ -293,7 +293,7 @@ def _poison_masked(
     return True
 
 
-def _lay_out(array: Array, layout: str) -> Array:
+def lay_out(array: Array, layout: str) -> Array:
     """Copy an array into another memory layout."""
     if layout == "transposed":
         return array.swapaxes(-1, -2).copy().swapaxes(-1, -2)

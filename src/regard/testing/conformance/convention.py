@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
+from regard.testing.cases import lay_out
 from regard.testing.conformance.attention_steps import Align, AttentionCall, AttentionResult
 
 
@@ -359,12 +360,8 @@ class CallingConvention:
         """Convert an array to this layout and library, with the memory layout of the call."""
         dtype = "float32" if call.dtype == "bfloat16" else call.dtype
         array = self.to_layout(array).astype(dtype)
-        if call.memory == "transposed":
-            array = array.swapaxes(-1, -2).copy().swapaxes(-1, -2)
-        elif call.memory == "sliced":
-            wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1] + 1), array.dtype)
-            wide[..., 1::2] = array
-            array = wide[..., 1::2]
+        if call.memory in ("transposed", "sliced"):
+            array = lay_out(array, call.memory)
         elif call.memory == "reversed":
             array = array[::-1].copy()[::-1]
         elif call.memory == "expanded" and "b" in self.axis_groups:

@@ -15,7 +15,13 @@ import numpy as np
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.findings import LINE_WIDTH, CheckRun, Finding, Findings
 from regard.render.table import format_table
-from regard.testing.conformance.attention_steps import DEFINITION, AttentionCall, AttentionResult, Steps
+from regard.testing.conformance.attention_steps import (
+    DEFINITION,
+    Align,
+    AttentionCall,
+    AttentionResult,
+    Steps,
+)
 from regard.testing.conformance.convention import CallingConvention
 from regard.testing.conformance.known_faults import FAULTS, Fault
 from regard.testing.conformance.presets import adapt_function, resolve_convention
@@ -295,40 +301,42 @@ def _select_for_screening(outcomes: Sequence[ProbeOutcome], steps: Steps) -> lis
 # -- Findings -------------------------------------------------------------------------------------------------
 
 
-def find_causes(
-    fn: Callable[..., Any], convention: CallingConvention, outcomes: Sequence[ProbeOutcome]
-) -> list[Finding]:
-    """Return the findings, the one that explains most first; they cover every failed outcome."""
-    nondeterminism = _detect_nondeterminism(fn, convention, outcomes)
+Run = Callable[[ProbeCall], ProbeOutcome]
+
+
+def find_causes(run: Run, causal: Align | None, outcomes: Sequence[ProbeOutcome]) -> list[Finding]:
+    """Return the findings, the one that explains most first; they cover every failed outcome.
+
+    `run` calls the function, whose causal corner is `causal`.
+    """
+    nondeterminism = _detect_nondeterminism(run, outcomes)
     if nondeterminism is not None:
         return [nondeterminism]
     findings: list[Finding] = []
     changed = [o for o in outcomes if _has_changed_inputs(o)]
     if changed:
         message, hint = "The arguments are changed in place.", "Work on a copy: the caller still needs them."
-        findings.append(
-            _build_finding("arguments changed", message, hint, changed, fn, convention, _has_changed_inputs)
-        )
+        findings.append(_build_finding("arguments changed", message, hint, changed, run, _has_changed_inputs))
         # Expanded arrays cannot be written to, so their failures have the same cause.
         outcomes = [o for o in outcomes if o.probe.call.memory != "expanded"]
     diagnosis = diagnose(outcomes)
+    other = "lower_right" if causal == "upper_left" else "upper_left"
+    words = {"other": other.replace("_", " "), "other_name": other}
+    words["expected"] = (causal or "lower_right").replace("_", " ")
     for position, (fault, variant) in enumerate(diagnosis.faults):
         is_evidence = _explained_by(diagnosis.steps, diagnosis.without(position).steps)
         # The clearest evidence involves no other fault.
         is_clear_evidence = _explained_by(_combine_faults([(fault, variant)]).steps, DEFINITION)
         evidence = [o for o in outcomes if is_evidence(o)]
         shows = is_clear_evidence if any(map(is_clear_evidence, evidence)) else is_evidence
-        findings.append(
-            _build_finding(
-                fault.name, fault.message, fault.hint, evidence, fn, convention, shows, fault.if_intended
-            )
-        )
+        message, if_intended = (text.format(**words) for text in (fault.message, fault.if_intended))
+        findings.append(_build_finding(fault.name, message, fault.hint, evidence, run, shows, if_intended))
     failed = [o for o in outcomes if not matches(o, diagnosis.steps) and not matches(o, DEFINITION)]
     # For NaN, inf and large numbers the result of a fault depends on details that the kit does not model.
     remaining = [o for o in failed if o.probe.ordinary or not changes(o, diagnosis.steps, DEFINITION)]
-    findings += _describe_failures([o for o in remaining if o.failure], len(outcomes), fn, convention)
+    findings += _describe_failures([o for o in remaining if o.failure], len(outcomes), run)
     unexplained = [o for o in remaining if not o.failure]
-    findings += _describe_unexplained(unexplained, outcomes, diagnosis.steps, fn, convention)
+    findings += _describe_unexplained(unexplained, outcomes, diagnosis.steps, run)
     return findings
 
 
@@ -341,13 +349,11 @@ def _has_changed_inputs(outcome: ProbeOutcome) -> bool:
     return outcome.result is not None and outcome.result.inputs_changed
 
 
-def _detect_nondeterminism(
-    fn: Callable[..., Any], convention: CallingConvention, outcomes: Sequence[ProbeOutcome]
-) -> Finding | None:
+def _detect_nondeterminism(run: Run, outcomes: Sequence[ProbeOutcome]) -> Finding | None:
     """Return a finding if repeated calls differ; nothing else can then be said about the function."""
 
     def varies(outcome: ProbeOutcome) -> bool:
-        repeated = run_probe(fn, convention, outcome.probe).result
+        repeated = run(outcome.probe).result
         if outcome.result is None or repeated is None or repeated.output.shape != outcome.result.output.shape:
             return (outcome.result is None) != (repeated is None)
         return not np.allclose(repeated.output, outcome.result.output, rtol=1e-3, atol=1e-3, equal_nan=True)
@@ -358,13 +364,11 @@ def _detect_nondeterminism(
         return None
     return _build_finding(
         "nondeterministic", "Repeated calls return different results: dropout or another random step is active.",
-        "Switch dropout off unless training.", varying, fn, convention, varies,
+        "Switch dropout off unless training.", varying, run, varies,
     )  # fmt: skip
 
 
-def _describe_failures(
-    failed: list[ProbeOutcome], num_calls: int, fn: Callable[..., Any], convention: CallingConvention
-) -> Iterator[Finding]:
+def _describe_failures(failed: list[ProbeOutcome], num_calls: int, run: Run) -> Iterator[Finding]:
     """Yield one finding for each error message, numbers in it ignored."""
     groups: dict[str, list[ProbeOutcome]] = {}
     for outcome in failed:
@@ -380,7 +384,7 @@ def _describe_failures(
 
         yield _build_finding(
             "failed", f"For {where}: {group[0].failure}", "Call it with the smallest input below.",
-            group, fn, convention, shows,
+            group, run, shows,
             f"If the function does not support it, declare it: unsupported={names!r}."
             if len(names) <= 4
             else "Check the description of the function: its layout, library, and the names of its arguments.",
@@ -388,11 +392,7 @@ def _describe_failures(
 
 
 def _describe_unexplained(
-    unexplained: list[ProbeOutcome],
-    outcomes: Sequence[ProbeOutcome],
-    steps: Steps,
-    fn: Callable[..., Any],
-    convention: CallingConvention,
+    unexplained: list[ProbeOutcome], outcomes: Sequence[ProbeOutcome], steps: Steps, run: Run
 ) -> Iterator[Finding]:
     """Yield findings without a known fault, one for what the smallest failing call has and no passing call has."""
 
@@ -405,7 +405,7 @@ def _describe_unexplained(
     passing = [set(o.probe.features) for o in correct if o.result is not None and o.result.output.size]
     while unexplained:
         simplest = min(unexplained, key=_simplicity)
-        smallest = shrink(simplest.probe, lambda candidate: shows(run_probe(fn, convention, candidate)))
+        smallest = shrink(simplest.probe, lambda candidate: shows(run(candidate)))
         features = _find_cause(simplest.probe, smallest, passing)
         group = [o for o in unexplained if features.keys() <= set(o.probe.features)]
         num_passing = sum(features.keys() <= other for other in passing)
@@ -423,7 +423,7 @@ def _describe_unexplained(
         elif error < SMALL_ERROR:
             hint += " The error is small: compute in the dtype of the arguments, and add nothing to the denominator."
         message = f"It differs from the definition {where}{by}, in a way the kit has no name for."
-        yield _build_finding("unknown", message, hint, group, fn, convention, shows)
+        yield _build_finding("unknown", message, hint, group, run, shows)
         unexplained = [o for o in unexplained if not any(o is explained for explained in group)]
 
 
@@ -448,20 +448,18 @@ def _list_capabilities(outcomes: Sequence[ProbeOutcome]) -> list[str]:
 
 
 def _build_finding(
-    name: str, message: str, hint: str, outcomes: list[ProbeOutcome], fn: Callable[..., Any],
-    convention: CallingConvention, shows: Callable[[ProbeOutcome], bool], if_intended: str = "",
-) -> Finding:  # fmt: skip
-    """Build a finding with the smallest input for which `shows` holds."""
+    name: str,
+    message: str,
+    hint: str,
+    outcomes: list[ProbeOutcome],
+    run: Run,
+    shows: Callable[[ProbeOutcome], bool],
+    if_intended: str = "",
+) -> Finding:
+    """Build a finding about some outcomes, with the smallest input that shows it as evidence."""
     simplest = min(filter(shows, outcomes), key=_simplicity)
-    probe = shrink(simplest.probe, lambda candidate: shows(run_probe(fn, convention, candidate)))
-    outcome = run_probe(fn, convention, probe)
-    if name == "causal corner":
-        expected = convention.causal or "lower_right"
-        other = "upper_left" if expected == "lower_right" else "lower_right"
-        words = {
-            "expected": expected.replace("_", " "), "other": other.replace("_", " "), "other_name": other,
-        }  # fmt: skip
-        message, if_intended = message.format(**words), if_intended.format(**words)
+    probe = shrink(simplest.probe, lambda candidate: shows(run(candidate)))
+    outcome = run(probe)
     evidence = {
         **({"if intended": if_intended} if if_intended else {}),
         "calls": len(outcomes),
@@ -469,12 +467,7 @@ def _build_finding(
         **_describe_call(probe.call),
         **_describe_result(outcome, compute_expected(probe, DEFINITION).exact),
     }
-    return Finding(name, "error", message, function_name(fn), evidence=evidence, hint=hint)
-
-
-def function_name(fn: Callable[..., Any]) -> str:
-    """Return the name of a function, or the class of another callable."""
-    return str(getattr(fn, "__name__", type(fn).__name__))
+    return Finding(name, "error", message, evidence=evidence, hint=hint)
 
 
 def _describe_call(call: AttentionCall) -> dict[str, Any]:
@@ -637,13 +630,15 @@ def check_conformance(
     fn, convention = _resolve(fn, convention, fields)
     outcomes = [_run_supported(fn, convention, probe) for probe in _generate_probes(convention, size)]
     relevant = [o for o in outcomes if not o.skip_reason and o.probe.capability not in convention.unsupported]
-    causes = find_causes(fn, convention, relevant)
+    name = str(getattr(fn, "__name__", type(fn).__name__))
+    causes = find_causes(partial(run_probe, fn, convention), convention.causal, relevant)
+    causes = [replace(cause, module=name) for cause in causes]
     rows = tuple(
         _build_row(group, causes, convention.unsupported) for group in _group_by_capability(outcomes)
     )
     checks = [CheckRun(row.name, row.reason if row.verdict == "skipped" else "") for row in rows]
     findings = Findings(causes, f"{sum(row.num_calls for row in rows)} calls", checks)
-    return ConformanceReport(function_name(fn), convention, size, rows, findings)
+    return ConformanceReport(name, convention, size, rows, findings)
 
 
 @dataclass(frozen=True, eq=False)
