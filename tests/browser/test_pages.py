@@ -13,7 +13,7 @@ import regard
 from regard import explore
 from regard.learn import cat
 from regard.pages import html
-from regard.pages.bundle import bundle
+from regard.pages.html import bundle
 from regard.render.text import format_number
 from tests.helpers.browsers import start_chromium
 from tests.helpers.pages import (
@@ -98,7 +98,7 @@ export function total() {
 
 
 def test_modules_of_a_bundle_do_not_share_a_scope(monkeypatch):
-    monkeypatch.setattr("regard.pages.bundle._read", CLASHING_MODULES.get)
+    monkeypatch.setattr("regard.pages.html._read", CLASHING_MODULES.get)
     script, style = bundle.__wrapped__("apps/main")  # without the cache
     assert (
         json.loads(run_in_node(script)) == ["first and second", "second", "kg", "main", True] and style == ""

@@ -12,7 +12,7 @@ import pytest
 
 from regard import explore
 from regard.pages import html
-from regard.pages.bundle import bundle, exports_object
+from regard.pages.html import bundle, exports_object
 
 ASSETS = Path(html.__file__).parent / "assets"
 EXPORT_NAMES = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)

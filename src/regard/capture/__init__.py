@@ -16,4 +16,19 @@ concept, in the order of a call:
 - `output_projections`: the linear layer after each attention layer, W_O.
 
 The package imports `regard.core` and below.
+
+Design notes:
+- A `BlockMask` is read block by block. Its blocks say what is empty and full, so its function is evaluated in the
+  others only; rows of intervals join across the steps of a cache, other masks stay functions.
+- Steps of `generate()` have a fast path. A step of one unmasked row differs from the last in query, key, value and
+  lse only. Building its record in full took two thirds of the cost of `watch`. Its rows wait in a list, and are
+  joined when the recording is read.
+- The model's keys are compared by NumPy. `torch.equal` compares one number at a time, and took a sixth of that cost.
+- The rows of cross-attention are placed by the self-attention before it. The keys of an encoder are the same in every
+  step and for every beam, so they say neither which row comes next nor which beam it belongs to.
+- A cache that was cut back begins another call, except inside `generate()`. Cropping a cache and reusing a prefix
+  look the same to the layers. Rows that ran are never dropped from a recording unless `generate()` itself discarded
+  their tokens.
+- `watch` reads the grids in hooks on the vision model and the model around it. `generate()` runs the vision model
+  first and passes on its outputs, so no single call has the image sizes and the text.
 """

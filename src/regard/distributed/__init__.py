@@ -4,6 +4,16 @@ Entry point: `attention(query, key, group=…)`, which every rank calls with its
 `regard.AttentionMatrix`. The package imports `regard.core` and below, and torch.
 
 Design notes:
+- `regard.distributed` finds the axes of a measure's state by calling `init` with three shapes. A state with rows
+  stays, one with keys travels to their rank, any other is combined on all ranks. Measures of users then work without
+  a declaration that could be wrong.
+- What belongs to keys travels behind them. Gradients of keys and the weight they received are added up on the way, so
+  that no rank holds those of all keys.
+- Ranks compare their arguments through the store before each operation. What follows cannot differ between ranks, so
+  no rank waits for a message that is never sent; a mismatch names the rank and leaves the group usable.
+- Waiting happens in a worker thread, and a heartbeat in the store names the rank that stopped. Neither a transfer of
+  gloo nor a request to a store can be interrupted, and a neighbour that does not answer may itself wait for another
+  rank.
 - One mechanism serves products, gradients, lse and measures: the keys of a rank travel as a block, each rank that needs
   them computes with them, and the results of blocks merge. What belongs to the keys (their gradient, the weight they
   received) travels behind them and ends at their rank.

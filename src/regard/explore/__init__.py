@@ -2,6 +2,21 @@
 
 Each function returns a `Page`, a self-contained HTML file with the caller's numbers. The package may import `learn`,
 `pages`, `core` and everything below them.
+
+Design notes:
+- The model in the page keeps the rows and layers that a change does not reach. Typing at the end costs one row
+  instead of all; switching off a head costs the layers after it. Plain JavaScript makes about 0.7 · 10⁹
+  multiplications a second, so a whole text of 64 bytes takes tens of milliseconds. WebAssembly would be faster, and
+  needs `wasm-unsafe-eval` in the policy.
+- The model of the page is trained on children's stories, byte by byte. A model small enough for a page writes
+  readable sentences only about a small world. Bytes need no tokenizer, and each is a letter that a reader can point
+  at. The weights are in the package (1.7 MB, float16), the text is not: its licence asks to be passed on with it.
+- The listings of `explore.code()` are text files, run and traced when the page is made. Code to be read has no
+  validation and no types, and three classes of one name must not be importable. The note on a line stands above it in
+  the file, so the two cannot drift apart; tests compare the listings with `learn`.
+- Explorers show the library's numbers until the reader changes one, then compute in the page. Nothing on the first
+  screen can differ from Python. The page's own steps are compared with `attention` in tests, for switches, changed
+  numbers and typed sentences.
 """
 
 from regard._public import set_public_module

@@ -4,6 +4,14 @@
 model from its configuration and its inputs. The package imports `errors`, `types` and `validation`, and NumPy; Pillow
 opens image files.
 
+Design notes:
+- A `PatchGrid` is read from the configuration and the inputs of a model, by a table of model types. A square root of
+  the number of tokens would be wrong for registers, padding and images that are not square, and no error would show
+  it. A grid with another number of tokens is refused, and a model outside the table needs a grid from the caller.
+  Tests change a pixel and look for the token that changes.
+- Pillow is imported if an image is a path, and is in no extra. Matplotlib and the image processors of transformers
+  bring it; arrays need none.
+
 >>> from regard.images import PatchGrid
 >>> grid = PatchGrid(2, 3, before=1, names=("class",))
 >>> grid.positions

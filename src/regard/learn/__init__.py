@@ -3,6 +3,14 @@
 Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `family` has fifteen variants,
 `exercises` the tasks with a checker, `figures` the drawings of the book. Imports from `regard.core` and below;
 `exercises` also imports `regard.testing`.
+
+Design notes:
+- Figures of the book are SVG made by `regard.learn.figures`, in a cell of the chapter. A notebook shows them as the
+  site does; inline SVG takes over the page's colours, which an image file cannot.
+- A submission runs in a process with limits, and checks itself there. Answers may be functions, which cannot be sent
+  to another process. Limits stop accidents; nothing here is a sandbox, and the docs say so.
+- Progress is a file in the working folder. It can be seen, copied and deleted with the answers; nothing is written to
+  the home directory.
 """
 
 from regard.learn import examples, exercises, family, figures

@@ -4,6 +4,23 @@ A recording holds the lazy attention matrix of every layer, and finds, measures 
 records the calls. The package imports `regard.capture` and below, and torch.
 
 Design notes:
+- Masses on spans are value columns of one product after the run, not of the model's own call. The CPU's flash
+  operator refuses a value that is wider than the key. With query, key and value padded to one width, the output of a
+  one-row step has other bits, and each step copies the cache. The product over the rows of the answer is made once
+  for each layer, and spans can be changed afterwards.
+- A generated token has the row that produced it. It is the row whose output chose the token, as in Lookback Lens;
+  every generated token then has one, although `generate()` does not feed back the last.
+- A recording with `grad=True` has two matrices. A matrix keeps what it computed, so one that was used without
+  gradients has none afterwards.
+- The page of an image stores pixels as an array, and draws them on a canvas. No image format is decoded, no metadata
+  of a file is in the page, and its policy needs no `img-src`.
+- If not all weights of that page fit, every head keeps rows of some queries as 254 levels. Query and key of a head
+  with 4,096 tokens take 1 MB, a row 4 kB. So each head has a map of the class token or the last word within 10 MB,
+  and the last layers have all.
+- `align` takes its times where transformers does, and a true minimum on ties. Times are compared with
+  `return_token_timestamps` digit by digit. On equal sums its loop can choose a path that is not the cheapest; sums of
+  real weights are not equal. Cells on an antidiagonal are independent, so NumPy computes them at once: 448 × 1500 in
+  0.15 s.
 - The model runs its own kernels. If the CPU flash kernel would run, the operator is called directly, for its lse.
 - A mask is read as the interval of keys of each row, so the rows of several calls are joined by their intervals.
 - Recorded arguments are compared with what the function returned; a call that does not agree is refused.

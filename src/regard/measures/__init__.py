@@ -2,6 +2,16 @@
 
 `A.measure(…)` runs them; a measure is about ten lines. This one computes the share of each row on even positions:
 
+Design notes:
+- Entropy, distance, position and spread are of the keys alone: weights are divided by their sum if there is a sink. A
+  mean of half the weight is no mean, and a sink has no position. Without a sink nothing is divided, so nothing is
+  slower; with one, the state has the sum of the weights as well, which merges by addition.
+- `Spread` merges means and squared deviations (Chan et al.). Moments around the query need float64 to cancel; merged
+  deviations do not.
+- Contributions multiply the weights of a tile by ‖v_j W_O‖, from the Gram matrix of W_O. A bias log ‖v_j W_O‖ of the
+  scores ranks alike, but changes the sums of rows. The Gram matrix has head_dim² numbers; the projected values would
+  have kv_len · width for each head.
+
 >>> import numpy as np, regard
 >>> class EvenShare(Measure):
 ...     def init(self, shape, xp):

@@ -5,6 +5,15 @@ token of every head in one step of N, and raises alarms. The package imports `re
 loggers are imported where they are used.
 
 Design notes:
+- A monitored step is one table of sums and one of maxima. Calls and processes combine theirs by addition and maximum:
+  one SUM and one MAX all-reduce, and the numbers of one process on the joined batch. The processes agree on the
+  layers once, in the first monitored step.
+- The monitor takes the largest weight of a row from its largest score and the lse. A search for the largest weight
+  made the pass a third longer.
+- A compiled model is not monitored. Its graph would break at each attention call, and outputs would differ by
+  rounding. The monitor raises an error that names `monitor.is_due`.
+- No extra for the monitor's loggers. It calls methods of objects that it is given, and imports none of their
+  libraries.
 - A monitored step runs inside `regard.watch`, entered and left at the boundaries of the step. Its patches are in place
   only while a module of the model runs. Other steps run none of this code.
 - A step is one table of sums and one of maxima, so that processes combine theirs by one all-reduce each.

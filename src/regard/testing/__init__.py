@@ -3,6 +3,10 @@
 Entry points: `check_conformance(fn)` for a function, `check_case` for an engine, `assert_matches` for one result,
 `check_installation()` for what is installed here.
 Imports `regard.core` and the packages below it, and `regard.reference`; the command line also imports `regard.models`.
+
+Design notes:
+- The conformance kit describes a fault as the definition with one step replaced. It computes what a function with
+  exactly this fault returns, so two faults are two findings.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ A model with this implementation computes the outputs of `sdpa`, bit for bit. Wi
 limits which layers record theirs. The package imports `regard.lens` and below, torch and transformers.
 
 Design notes:
+- `outputs.attentions` holds a class of its own, not `AttentionMatrix`. It follows torch where the two differ:
+  `max(dim)` returns values and indices, results have the dtype of the model, a mean over heads is lazy. It refuses
+  every operation that stores the matrix, at any size, so a script that runs on 512 tokens runs on 32,768.
+- A layer that was not chosen returns a placeholder. transformers drops None, which would shift the number of every
+  layer after it.
 - The function calls the `sdpa` function of transformers, so that its outputs are those of `sdpa` in every release.
   Scores that it cannot compute, with a soft cap or a sink, are computed by `regard.attention`.
 - The mask function of `sdpa` is registered under the same name. Without one, transformers passes no mask.

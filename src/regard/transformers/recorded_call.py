@@ -26,7 +26,7 @@ Tensor = Any  # the types of torch are not followed
 RECENT_STORES = 4
 
 
-class _ThreadState(threading.local):
+class _ThreadCalls(threading.local):
     """What each thread recorded lately: the stores of the calls of each module, and the masks."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _ThreadState(threading.local):
         self.masks = RecentMasks()
 
 
-_thread = _ThreadState()
+_thread = _ThreadCalls()
 
 
 @dataclass(frozen=True, eq=False)
