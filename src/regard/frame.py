@@ -62,26 +62,14 @@ class Frame:
         return {}
 
     def resolve(self, part: Resolvable) -> Any:
-        """Return what a mask or a score modification needs in every block of this frame, computed once.
-
-        Args:
-            part: A value that is never changed, with a method `resolve(frame)`.
-        """
+        """Return what a mask or a score modification needs in every block of this frame, computed once."""
         known = self._resolved.get(id(part))
         if known is None or known[0] is not part:  # a copy of the frame holds copies of its parts
             known = self._resolved[id(part)] = part, part.resolve(self)
         return known[1]
 
     def offset(self, align: Align | None, operation: str) -> int:
-        """Return the number to add to `q_idx` to get the position of the query among the keys.
-
-        Args:
-            align: "upper_left", "lower_right", or None if q_len and kv_len are equal.
-            operation: Name of the operation in errors.
-
-        Raises:
-            ArgumentError: If the lengths differ and `align` is None, or `align` is unknown.
-        """
+        """Return the number to add to `q_idx` to get the position of the query among the keys."""
         check_align(align, operation)
         if align == "lower_right":
             return self.kv_len - self.q_len
@@ -101,9 +89,6 @@ class Frame:
         Args:
             sizes: A number, or an array of shape (heads,) or (…, heads).
             operation: Name of the operation in errors.
-
-        Raises:
-            ArgumentError: If the array does not broadcast to the leading axes.
         """
         return self.take_pairs(sizes, 0, operation, "heads")
 
@@ -114,9 +99,6 @@ class Frame:
             array: (*batch, …).
             extra: Number of last axes that are not batch axes.
             operation: Name of the operation in errors.
-
-        Raises:
-            ArgumentError: If the array does not broadcast to the leading axes.
         """
         shape = tuple(array.shape)
         batch = shape[: len(shape) - extra]
@@ -124,17 +106,7 @@ class Frame:
         return self.take_pairs(array.reshape(batch + heads + shape[len(batch) :]), extra, operation, "batch")
 
     def take_pairs(self, array: Array, extra: int, operation: str, over: str = "leading axes") -> Array:
-        """Return the entries of an array for each selected pair: (len(selected) or 1, …).
-
-        Args:
-            array: An array whose axes but the last `extra` broadcast to `leading_shape`.
-            extra: Number of last axes to keep.
-            operation: Name of the operation in errors.
-            over: Name of the broadcast axes in errors.
-
-        Raises:
-            ArgumentError: If the array does not broadcast to the leading axes.
-        """
+        """Return the entries of an array for each selected pair: (len(selected) or 1, …)."""
         shape = tuple(array.shape)
         own, rest = shape[: len(shape) - extra], shape[len(shape) - extra :]
         count = math.prod(own)
@@ -176,14 +148,7 @@ def as_index(positions: IntArray) -> IntArray | slice:
 
 
 def take_range(positions: Array, start: int, stop: int, first: int = 0) -> Array:
-    """Return the positions start, …, stop − 1; a tensor carries the slice, so that its device need not be asked.
-
-    Args:
-        positions: first, first + 1, …, an array of any library.
-        start: First position.
-        stop: Position after the last.
-        first: The first entry of `positions`.
-    """
+    """Return the positions start, …, stop − 1; a tensor carries the slice, so that its device need not be asked."""
     taken = positions[start - first : stop - first]
     with suppress(AttributeError):  # NumPy arrays take no attributes, and need none
         taken.tile_slice = slice(start, stop)

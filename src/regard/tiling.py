@@ -69,10 +69,6 @@ _CHANGES: ContextVar[tuple[tuple[str, int], ...]] = ContextVar("tile_sizes", def
 def tile_sizes(*, on_device: bool = False) -> TileSizes:
     """Return the tile sizes that are in effect for this thread or task.
 
-    Args:
-        on_device: Whether a device such as a GPU computes: an operation of it takes microseconds to launch, so that
-            tiles are larger than the caches of a processor.
-
     >>> tile_sizes().columns, tile_sizes(on_device=True).columns
     (512, 2048)
     """

@@ -38,23 +38,7 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
 def check_count(
     count: Any, least: int, most: int | None, operation: str, name: str, of: str, hint: str
 ) -> int:
-    """Validate a whole number from `least` to `most`, or without an upper limit.
-
-    Args:
-        count: The argument.
-        least: Smallest accepted value.
-        most: Largest accepted value; None for no limit.
-        operation: Operation that an error message names.
-        name: Argument that an error message names.
-        of: Text that an error message appends to the received value, such as " for kv_len 7".
-        hint: How to fix the argument.
-
-    Returns:
-        The count as a Python int.
-
-    Raises:
-        ArgumentError: If `count` is not a whole number in the range.
-    """
+    """Validate a whole number from `least` to `most`, or without an upper limit."""
     is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
     if is_int and count >= least and (most is None or count <= most):
         return int(count)

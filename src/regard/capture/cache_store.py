@@ -199,11 +199,7 @@ class KeyStore:
         return match is not None and match.entries is None
 
     def read(self, start: int, length: int) -> Tensor:
-        """Return keys as a view, (…, kv_heads, length, head_dim); keys that were never filled are 0.
-
-        Raises:
-            ArgumentError: If the model has overwritten the keys.
-        """
+        """Return keys as a view, (…, kv_heads, length, head_dim); keys that were never filled are 0."""
         if self._version is not None and self._keys._version != self._version:
             raise ArgumentError(
                 "outputs.attentions",
@@ -482,12 +478,7 @@ class JoinedCalls:
         return Extension(last.query_offset + waiting, None if waiting else self._candidates)
 
     def match(self, call: Call, place: Extension | None = None) -> Extension | None:
-        """Return how a call extends these; None if it is of another cache, or of none.
-
-        Args:
-            call: The next call of the layer.
-            place: Where its rows belong by the self-attention of the same pass, which decides for cross-attention.
-        """
+        """Return how a call extends these; None if it is of another cache, or of none."""
         last = self.last
         if not _have_same_settings(last, call):
             return None

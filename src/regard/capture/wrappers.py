@@ -357,17 +357,7 @@ def _notify_fast_path(
     mask_type: Any,
     weights: Tensor = None,
 ) -> CapturedArgs | None:
-    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask.
-
-    Args:
-        module: The running module.
-        submodule: Name of the attention layer in it.
-        x: Its input.
-        projections: Width, number of heads, and weights and biases of the projections.
-        mask: The mask.
-        mask_type: Kind of the mask, as the fused operators define it.
-        weights: Attention weights that the layer returns, if it does.
-    """
+    """Compute the projections of a fused layer again, and notify the watchers of its query, key and mask."""
     obstacle = find_obstacle(x)
     if obstacle is not None:
         report_uncaptured(module, *obstacle, submodule)

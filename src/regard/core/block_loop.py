@@ -117,11 +117,6 @@ def run_block_loop(
 ) -> tuple[list[Any], SoftmaxStats | None]:
     """Run measures over the whole matrix; they share the pass.
 
-    Args:
-        problem: The matrix.
-        measures: Measures to run.
-        known: Statistics of all rows, if known; they save the first pass.
-
     Returns:
         The result of each measure, and the statistics of all rows. If gradients are required, the engine computes the
         results and the statistics are `known`.
@@ -141,16 +136,7 @@ def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
 
 
 def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats) -> list[Any]:
-    """Run measures over a block of keys and return their states, which `merge` combines with those of other blocks.
-
-    Args:
-        problem: A block of keys.
-        measures: Measures to run; they share the pass.
-        known: Statistics of all rows over the whole sequence: an lse, or of the kind of pass that all measures run in.
-
-    Returns:
-        The state of each measure: arrays that begin with the axis of pairs.
-    """
+    """Run measures over a block of keys and return their states, which `merge` combines with those of other blocks."""
     compiled = known.fits(compiled=True)
     if not known.fits(compiled=False) and len(find_compiled(problem, measures)) < len(measures):
         raise ValueError("the block loop cannot use the statistics of a compiled pass")

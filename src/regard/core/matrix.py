@@ -901,14 +901,7 @@ class LazyIndexer:
         self._matrix = matrix
 
     def __getitem__(self, index: Any) -> AttentionMatrix:
-        """Return the lazy matrix of some heads and rows.
-
-        Args:
-            index: Heads and rows as integers, slices or one 1-D integer array; all columns must be kept.
-
-        Raises:
-            ArgumentError: If the index leaves out or reorders columns, or adds axes.
-        """
+        """Return the lazy matrix of some heads and rows."""
         shape = self._matrix.shape
         resolved = resolve_index(index, shape, "A.lazy[index]")
         columns = resolved.positions[-1]

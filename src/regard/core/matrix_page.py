@@ -357,21 +357,8 @@ def fit_payload(
 ) -> FittedPayload | None:
     """Build the payload of as many heads as fit into `room` characters.
 
-    Args:
-        problem: Attention of one batch entry, with all heads.
-        heads: The heads to store; the last ones are omitted first.
-        groups: How many heads share a key.
-        head_dim: Width of a query.
-        room: Largest number of characters.
-        operation: Name of the calling function, for error messages.
-        add: Called with each record and its payload, to extend the record.
-
     Returns:
         The payload, or None if not even one head fits.
-
-    Raises:
-        ArgumentError: If the weights cannot be computed in a page.
-        TooLargeError: If the mask or a bias is too large for a page.
     """
     heads = list(heads)
     _, q_len, kv_len = problem.shape

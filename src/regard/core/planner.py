@@ -123,13 +123,7 @@ class PlanResult(NamedTuple):
 def compute_measures(
     problem: Problem, measures: Mapping[str, Measure], known: SoftmaxStats | None = None
 ) -> PlanResult:
-    """Plan and compute measures without gradients.
-
-    Args:
-        problem: The matrix.
-        measures: Measures by name, each output as a `Product`; if empty, only the statistics are computed.
-        known: Cached softmax statistics of each row.
-    """
+    """Plan and compute measures without gradients."""
     if known is None and (given := problem.given_lse) is not None:
         known = SoftmaxStats(given, None)
     plan = make_plan(problem, measures, known is not None)

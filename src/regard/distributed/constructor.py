@@ -282,14 +282,7 @@ class RankScoreMod(ScoreMod):
 
 
 def join_rows(spec: Spec, group: Any, layout: str) -> DistributedMatrix:
-    """Return the matrix of all ranks from what `regard.watch` recorded on each; it copies this rank's own keys.
-
-    Args:
-        spec: The arguments of the call. Its keys are those of all ranks, one rank after the other, or its own, and
-            mask and score modifications count these columns.
-        group: Process group.
-        layout: Layout of the sequence.
-    """
+    """Return the matrix of all ranks from what `regard.watch` recorded on each; it copies this rank's own keys."""
     query, key = spec.query, spec.key
     peers = find_peers(group, "watch")
     with peers.operate("watch", {"layout": layout}, {"lengths": [query.shape[-2], key.shape[-2]]}) as told:

@@ -109,11 +109,7 @@ class CompensatedSum:
 
 
 def resolve_sums(state: Any) -> Any:
-    """Replace every `CompensatedSum` in a state, in lists and tuples too, by its rounded sums.
-
-    Args:
-        state: State of a measure.
-    """
+    """Replace every `CompensatedSum` in a state, in lists and tuples too, by its rounded sums."""
     if isinstance(state, CompensatedSum):
         return state.resolve()
     if isinstance(state, tuple) and hasattr(state, "_fields"):

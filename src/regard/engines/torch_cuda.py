@@ -52,9 +52,6 @@ def run_flash(
 
     Returns:
         Output (batch, heads, q_len, head_dim) and float32 lse (batch, heads, q_len).
-
-    Raises:
-        ValueError: If there is a mask tile, or a causal call is not square.
     """
     _check_square(q, k, is_causal, tile)
     width = v.shape[-1]
@@ -118,9 +115,6 @@ def run_efficient_backward(
         is_causal: As in the forward call.
         tile: As in the forward call.
         scale: As in the forward call.
-
-    Returns:
-        The gradients of q, k and v.
     """
     rows, kv_heads = q.shape[2], k.shape[1]
     has_groups = q.shape[1] != kv_heads

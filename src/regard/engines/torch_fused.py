@@ -185,12 +185,7 @@ class FastProduct(NamedTuple):
     scan: Callable[[bool, int, int], int] | None
 
     def run(self, value: Any, needs_lse: bool) -> tuple[Tensor, Tensor | None, str] | None:
-        """Return output, lse and the name of the kernel; None if the value or the result is not what the kernel takes.
-
-        Args:
-            value: Argument of `A @ value`, not validated.
-            needs_lse: Whether the lse is used. It is None otherwise, and if torch computed it with reduced precision.
-        """
+        """Return output, lse and the name of the kernel; None if value or result are not what the kernel takes."""
         if type(value) is not torch.Tensor or value.shape != self.shape or value.dtype is not self.dtype:
             return None
         if value.stride()[3] != 1:

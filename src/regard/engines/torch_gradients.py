@@ -23,16 +23,7 @@ Tensor = Any  # torch's types are not checked
 
 
 def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]) -> list[Any]:
-    """Compute measures with gradients of all arrays of the problem.
-
-    Args:
-        problem: Matrix in canonical form.
-        measures: Measures that share the pass.
-        bands: Row indices of each band.
-
-    Returns:
-        The result of each measure.
-    """
+    """Compute measures with gradients of all arrays of the problem."""
     xp, inputs = problem.engine.xp, _list_inputs(problem, measures)
     problem = replace(problem, key=_zero_masked_keys(problem, bands))
     bound: list[Any] = [

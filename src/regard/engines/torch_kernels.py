@@ -148,11 +148,7 @@ _checked: dict[str, Kernel] = {}
 
 
 def get_kernel(device_type: str) -> Kernel | None:
-    """Return the first kernel of a device type whose results are right, or None if there is none.
-
-    Args:
-        device_type: "cpu", "cuda", …
-    """
+    """Return the first kernel of a device type whose results are right, or None if there is none."""
     checked = _checked.get(device_type)
     if checked is None and device_type in KERNELS:
         results = (check_kernel(kernel, device_type) for kernel in KERNELS[device_type])
@@ -164,10 +160,6 @@ def get_kernel(device_type: str) -> Kernel | None:
 
 def check_kernel(kernel: Kernel, device_type: str) -> Kernel | None:
     """Compare the results of a kernel with the definition, whatever modes and default dtype are set.
-
-    Args:
-        kernel: The kernel.
-        device_type: Device type to run it on.
 
     Returns:
         The kernel, with `takes_groups`, and the dtypes and alternatives whose results are right; None if all are wrong.
@@ -193,11 +185,6 @@ _CHECK_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e
 
 def find_fault(kernel: Kernel, device_type: str, groups: int) -> str:
     """Compare output and lse of a kernel with the definition: without a mask, causal and with a mask tile.
-
-    Args:
-        kernel: The kernel.
-        device_type: Device type to run it on.
-        groups: Number of query heads that share a key head.
 
     Returns:
         What is wrong, or "" if all results are right.

@@ -50,9 +50,6 @@ def lower_mask(
         q_range: Positions of the rows.
         kv_range: Positions of the keys: all, or a block of them.
         has_bias: Whether numbers are added to the scores, so that every block needs a tile.
-
-    Returns:
-        The bands in order.
     """
     sizes = tile_sizes()
     if mask is None and not has_bias:

@@ -62,11 +62,7 @@ _IEEE_PRODUCTS["xpu"] = _IEEE_PRODUCTS["cpu"]
 
 
 def has_ieee_products(device_type: str) -> bool:
-    """Return whether products of float32 numbers have full precision on a device type.
-
-    Args:
-        device_type: "cpu", "cuda", …
-    """
+    """Return whether products of float32 numbers have full precision on a device type."""
     if device_type == "cpu" and _read_cpu_precision is not None:
         return _read_cpu_precision("mkldnn", "matmul") in _IEEE
     setting = _SETTINGS.get(device_type)
@@ -75,11 +71,7 @@ def has_ieee_products(device_type: str) -> bool:
 
 @contextmanager
 def use_full_precision(device_type: str) -> Iterator[None]:
-    """Switch autocast and reduced-precision products off in a block, and restore the settings afterwards.
-
-    Args:
-        device_type: "cpu", "cuda", …
-    """
+    """Switch autocast and reduced-precision products off in a block, and restore the settings afterwards."""
     with torch.autocast(device_type, enabled=False):
         products = _IEEE_PRODUCTS.get(device_type)
         if products is None:
@@ -90,11 +82,7 @@ def use_full_precision(device_type: str) -> Iterator[None]:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes with float64: MPS and some Intel GPUs do not.
-
-    Args:
-        device: A device of torch.
-    """
+    """Return whether a device computes with float64: MPS and some Intel GPUs do not."""
     return device.type in ("cpu", "cuda", "meta") or _computes_float64(device)
 
 
@@ -107,11 +95,7 @@ def _computes_float64(device: torch.device) -> bool:
 
 
 def widen(tensor: Any) -> Any:
-    """Convert a tensor to float64, or to float32 if its device has no float64.
-
-    Args:
-        tensor: Real numbers of any dtype.
-    """
+    """Convert a tensor to float64, or to float32 if its device has no float64."""
     return tensor.to(torch.float64 if has_float64(tensor.device) else torch.float32)
 
 

@@ -40,12 +40,7 @@ _OFFSET = _KV_LEN - _ROWS
 
 
 def list_variants(dtype: Any, head_dim: int) -> list[KernelVariant]:
-    """List the variants that stand for all others: least and most of each kernel, and the usual questions.
-
-    Args:
-        dtype: Dtype of query and key.
-        head_dim: Length of a query, and of a value.
-    """
+    """List the variants that stand for all others: least and most of each kernel, and the usual questions."""
     softmax = KernelVariant("softmax", dtype, head_dim)
     measure = KernelVariant("measure", dtype, head_dim)
     usual = replace(measure, row_sums=frozenset(("surprisal", "distance")), columns=True, cells="sum")
@@ -68,11 +63,6 @@ def check_kernels(
 ) -> list[dict[str, Any]]:
     """Compile kernels for a device, run each twice, and compare the results with the definition in float64.
 
-    Args:
-        device: Device such as "cuda"; "cpu" if Triton's interpreter runs the kernels.
-        head_dims: Lengths of a query to compile for.
-        dtypes: Dtypes to compile for.
-
     Returns:
         For each kernel its name, the device, whether it passed, the cause if not, the largest error as a share of what
         is allowed, whether both runs gave the same bits, the rows of a block, the registers and spilled bytes of a
@@ -90,12 +80,7 @@ def check_kernels(
 
 
 def find_fault(variant: KernelVariant, device: Any) -> str:
-    """Return what is wrong with the results of a variant; empty if they are right and two runs give the same bits.
-
-    Args:
-        variant: The variant.
-        device: Device to run it on.
-    """
+    """Return what is wrong with the results of a variant; empty if they are right and two runs give the same bits."""
     cause: str = _check_variant(variant, device)["cause"]
     return cause
 

@@ -43,10 +43,6 @@ _FLOAT64 = ("SUM", "ONE", "SURPRISAL", "DISTANCE", "POSITION", "MAX_SCORE")
 def measure_resources(variant: KernelVariant, target: str) -> dict[str, int]:
     """Compile a variant for a target and read its machine code.
 
-    Args:
-        variant: The variant.
-        target: A key of `TARGETS`.
-
     Returns:
         "registers" of a thread, "spills" (bytes of registers that were moved to memory), "shared" bytes, "mma" (number
         of matrix instructions), the rows of a block and its warps; on NVIDIA targets "loop", the instructions that a
@@ -64,12 +60,7 @@ def measure_resources(variant: KernelVariant, target: str) -> dict[str, int]:
 
 
 def compile_variant(variant: KernelVariant, target: str) -> Any:
-    """Compile a variant for a target; return Triton's compiled kernel.
-
-    Args:
-        variant: The variant.
-        target: A key of `TARGETS`.
-    """
+    """Compile a variant for a target; return Triton's compiled kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

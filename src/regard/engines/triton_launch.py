@@ -97,11 +97,7 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def find_target(device: torch.device) -> str:
-    """Return the architecture of a device that the kernels were compiled for, such as "sm90"; empty if there is none.
-
-    Args:
-        device: The device.
-    """
+    """Return the architecture that the kernels were compiled for, such as "sm90"; empty if there is none."""
     try:
         if is_interpreted():
             return "interpreter" if device.type == "cpu" else ""
@@ -128,12 +124,7 @@ class LaunchOptions(NamedTuple):
 
 
 def choose_options(variant: KernelVariant, target: str) -> LaunchOptions:
-    """Choose the block of rows of a variant: what the target spills no register with (`triton_resources.json`).
-
-    Args:
-        variant: The variant.
-        target: Architecture, such as "sm90".
-    """
+    """Choose the block of rows of a variant: what the target spills no register with (`triton_resources.json`)."""
     if target.startswith("gfx"):
         return LaunchOptions(64, 4, 2)  # four warps of 64 threads may have 512 registers each
     if variant.top_k > FEW_LARGEST:

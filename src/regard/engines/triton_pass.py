@@ -66,20 +66,12 @@ def describe_pass(problem: Problem) -> str:
 
 
 def can_accumulate(accumulator: Accumulator) -> bool:
-    """Return whether the kernels have an accumulator.
-
-    Args:
-        accumulator: What to accumulate.
-    """
+    """Return whether the kernels have an accumulator."""
     return isinstance(accumulator, RowSum | ColumnSum | CellReduction | RowTopK | RowMaxScore)
 
 
 def describe_fault(device: torch.device) -> str:
-    """Return why the pass is off on a device; empty if it is not off.
-
-    Args:
-        device: The device.
-    """
+    """Return why the pass is off on a device; empty if it is not off."""
     fault = _FAULTS.get(device, "")
     return f"Triton pass off: {fault}" if fault else ""
 
@@ -195,11 +187,6 @@ def plan_launches(
 
     One launch has at most one offset of distances and one grid of cells. Sums over the keys of a row need no second
     launch if the statistics are unknown: the flash loop computes both.
-
-    Args:
-        base: The flash loop without row sums.
-        accumulators: What to accumulate.
-        has_stats: Whether the statistics of the rows are known.
     """
     wanted = list(dict.fromkeys(accumulators))
     offsets = [item for item in wanted if isinstance(item, RowSum) and item.factor == "distance"]

@@ -73,9 +73,6 @@ def find_cheapest_path(costs: Array) -> tuple[IntArray, IntArray]:
     Args:
         costs: (rows, columns), finite, at least one of each.
 
-    Returns:
-        The rows and the columns of the cells on the path, in order.
-
     >>> rows, columns = find_cheapest_path(np.array([[0, 0, 9], [9, 9, 0]]))
     >>> rows.tolist(), columns.tolist()
     ([0, 0, 1], [0, 1, 2])
@@ -144,15 +141,6 @@ def group_words(ids: Sequence[int], tokenizer: Any, spaces: bool | None = None) 
 
     A word starts at a token that adds a space and at a punctuation mark. Then opening marks are attached to the word
     after them, and closing marks to the word before.
-
-    Args:
-        ids: The tokens of a transcript.
-        tokenizer: A tokenizer of transformers.
-        spaces: Whether the language is written with spaces; if not, every character is a word. By default it is, unless
-            `ids` has the language token of one that is not.
-
-    Returns:
-        The words in order.
     """
     names = tokenizer.convert_ids_to_tokens(list(ids))
     special = set(tokenizer.all_special_ids)

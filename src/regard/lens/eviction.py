@@ -63,12 +63,7 @@ class Offsets(Measure):
 
 
 def build_first_masses(token_rows: TokenRows, count: int) -> GroupMass:
-    """Build the measure of each row's weight on each of the first keys, (…, q_len, count).
-
-    Args:
-        token_rows: The tokens of the call.
-        count: Number of first keys.
-    """
+    """Build the measure of each row's weight on each of the first keys, (…, q_len, count)."""
     labels = np.arange(token_rows.keys.shape[-1]) - token_rows.keys.argmax(-1)[..., None]
     return GroupMass(labels, count)
 

@@ -26,16 +26,8 @@ Tensor = Any  # the types of torch are not followed
 def compute_value_norms(call: Call, projections: OutputProjections, operation: str) -> Tensor:
     """Compute ‖v_j W_O‖ of each key and head.
 
-    Args:
-        call: The call, recorded with its value.
-        projections: The output projections of the recording.
-        operation: Name of the calling function, for error messages.
-
     Returns:
         (…, heads, kv_len), float64.
-
-    Raises:
-        ArgumentError: If the value was not recorded, or the output projection is unknown.
     """
     fault = ""
     if call.value is None:
@@ -56,10 +48,6 @@ def compute_value_norms(call: Call, projections: OutputProjections, operation: s
 
 def compute_output_norms(call: Call, projections: OutputProjections) -> Tensor | None:
     """Compute ‖o_i W_O‖, the length of what each head adds to the stream at each query.
-
-    Args:
-        call: The call.
-        projections: The output projections of the recording.
 
     Returns:
         (…, heads, q_len), float64 if the device has it; None if the output was not recorded, or the projection is
@@ -95,16 +83,6 @@ def find_heads(
     projections: OutputProjections,
 ) -> Table:
     """Build the table of `Recording.find`.
-
-    Args:
-        layer_calls: The calls to search.
-        query: Text or position of the attending token.
-        key: Text or position of the token attended to.
-        tokens: Tokens of the sequence; for cross-attention, those of the queries.
-        key_tokens: Tokens of the keys, for cross-attention.
-        batch: The batch entry.
-        by: "weight" or "contribution".
-        projections: The output projections of the recording, for contributions.
 
     Returns:
         One row for each call and head, sorted by weight or contribution.
@@ -192,21 +170,6 @@ def find_positions(
     """Find the positions of a token: all occurrences of a text, or the position itself.
 
     If no token has the text, tokens that differ from it in capitals match.
-
-    Args:
-        token: Text of the token, or its position, negative from the end.
-        tokens: Tokens of the sequence, to look up a text.
-        length: Length of the sequence.
-        parameter: Name of the parameter, for error messages.
-        operation: Name of the calling function, for error messages.
-
-    Returns:
-        The positions, ascending.
-
-    Raises:
-        ArgumentError: If no token has the text, or there are no tokens.
-        ArgumentTypeError: If `token` is neither a text nor an integer.
-        IndexOutOfRangeError: If the position is outside the sequence.
     """
     if hasattr(token, "__index__") and not isinstance(token, bool):
         position = int(token)
@@ -255,11 +218,7 @@ def strip_word_mark(token: Any) -> str:
 
 
 def require_weights(call: Call, operation: str) -> None:
-    """Check that a call has query and key.
-
-    Raises:
-        ArgumentError: If the call was recorded with measures only.
-    """
+    """Check that a call has query and key."""
     if call.query is None:
         raise ArgumentError(
             operation,
@@ -270,11 +229,7 @@ def require_weights(call: Call, operation: str) -> None:
 
 
 def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatrix:
-    """Return the matrix of one batch entry, (heads, q_len, kv_len), lazy.
-
-    Raises:
-        IndexOutOfRangeError: If there is no such entry.
-    """
+    """Return the matrix of one batch entry, (heads, q_len, kv_len), lazy."""
     matrix, lead = call.matrix, call.shape[:-2]
     size = math.prod(lead[:-1])
     if not -size <= batch < size:
@@ -292,11 +247,7 @@ def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatri
 def select_layers(
     layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None, operation: str
 ) -> list[LayerCall]:
-    """Select calls by module name or pattern; all by default.
-
-    Raises:
-        ArgumentError: If a selected call was recorded with measures only.
-    """
+    """Select calls by module name or pattern; all by default."""
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     selected = [
         entry
@@ -331,13 +282,6 @@ def compute_rollout(
     layer_calls: Sequence[LayerCall], token: Any, tokens: Any, batch: int, layers: str | Sequence[str] | None
 ) -> Array:
     """Compute the result of `Recording.rollout`.
-
-    Args:
-        layer_calls: The calls of a recording.
-        token: Position or text of the token.
-        tokens: Tokens of the sequence, or None.
-        batch: The batch entry.
-        layers: Names of modules or patterns; None for all.
 
     Returns:
         The share of each input token, (n,).

@@ -34,12 +34,6 @@ def build_head_table(
         tokens: Token ids or texts, (n,) or (batch, n), or None.
         windows: Sizes of the `within_…` columns.
         projections: The output projections of the recording, for the column `contribution`.
-
-    Returns:
-        One row for each call and head.
-
-    Raises:
-        ArgumentError: If a call was recorded with measures only, or the number of tokens fits no layer.
     """
     table, fits, lengths = Table(), tokens is None, set()
     tiles: dict[Any, Any] = {}  # positions of copies, shared by all layers
@@ -86,13 +80,6 @@ def measure_heads(
     **extra: Measure,
 ) -> tuple[dict[str, Any], Any]:
     """Measure the heads of one call: means over the tokens of all batch entries, without padding.
-
-    Args:
-        call: The call.
-        tokens: Tokens of the keys, one list for each batch entry, or None.
-        windows: Sizes of the `within_…` columns.
-        tiles: Cache of `TokenCopies`, shared by the calls of a recording.
-        **extra: More measures to compute in the same pass.
 
     Returns:
         Columns by name, (heads,) each, and the results of all measures, `extra` included; None instead of the results
@@ -142,11 +129,6 @@ def build_copies_measure(
     token_rows: TokenRows, tokens: list[list[Any]], tiles: dict[Any, Any]
 ) -> tuple[Measure, Any]:
     """Build the measure of weight on copies of a token.
-
-    Args:
-        token_rows: The tokens of a call of self-attention.
-        tokens: Tokens of the keys, one list for each batch entry.
-        tiles: Cache of `TokenCopies`, shared by the calls of a recording.
 
     Returns:
         The measure, and the rows whose token has an earlier copy, (…, 1, q_len).

@@ -65,22 +65,7 @@ class LayerImages(NamedTuple):
 def find_layer_images(
     calls: Sequence[LayerCall], passes: ImagePasses, batch: int, operation: str
 ) -> list[LayerImages]:
-    """Find the images among the keys of a layer.
-
-    Args:
-        calls: All calls of the layer.
-        passes: The images that the model read.
-        batch: Batch entry of the model.
-        operation: Name of the calling function, for error messages.
-
-    Returns:
-        One entry for a layer of a language model, and one for each image for a layer of a vision model.
-
-    Raises:
-        NotCapturedError: If the layer is no part of a model that reads images.
-        ArgumentError: If the grids are unknown, do not fit the layer, or belong to several passes.
-        IndexOutOfRangeError: If there is no such batch entry.
-    """
+    """Find the images among the keys of a layer."""
     module = calls[0].module
     found = find_passes(passes, module)
     if not found:

@@ -219,11 +219,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             self._uncaptured[name] = reason
 
     def _layer_calls(self) -> list[LayerCall]:
-        """List every call with its layer.
-
-        Raises:
-            ArgumentError: If the calls of a layer include tokens that `generate()` discarded.
-        """
+        """List every call with its layer."""
         layer_calls = []
         for layer, name in enumerate(self):
             for index, call in enumerate(self.calls(name)):

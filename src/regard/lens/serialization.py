@@ -36,14 +36,7 @@ def _require(condition: bool, problem: str) -> None:
 
 
 def check_call(call: Call) -> None:
-    """Check the types and shapes of a call.
-
-    Args:
-        call: A call as it was decoded.
-
-    Raises:
-        HeaderError: If a field has another type, or an array another shape than the matrix allows.
-    """
+    """Check the types and shapes of a call."""
     for names, is_valid in (
         (TEXTS, lambda value: isinstance(value, str)),
         (FLAGS, lambda value: isinstance(value, bool)),
@@ -111,14 +104,7 @@ def _check_broadcast(array: Any, shape: tuple[int, ...], name: str) -> None:
 
 
 def check_event(event: ModuleEvent) -> None:
-    """Check the types and shapes of a call of a module.
-
-    Args:
-        event: The call as it was decoded.
-
-    Raises:
-        HeaderError: If a field has another type, or an array another shape.
-    """
+    """Check the types and shapes of a call of a module."""
     for names, kind in (
         (("name", "class_name"), str),
         (("index", "num_parts"), int),
@@ -139,16 +125,7 @@ def check_event(event: ModuleEvent) -> None:
 
 
 def check_hints(causal: Any, cache_faults: dict[str, list[CacheFault]], image_runs: Any) -> None:
-    """Check what a header says about modules, caches and images.
-
-    Args:
-        causal: `is_causal` of the modules by name.
-        cache_faults: Faults of caches by name.
-        image_runs: For each forward pass and batch entry, first token and end of each image.
-
-    Raises:
-        HeaderError: If a part has another type.
-    """
+    """Check what a header says about modules, caches and images."""
     is_causal = isinstance(causal, dict) and all(isinstance(value, bool) for value in causal.values())
     _require(is_causal, "causal of another type")
     for fault in (fault for faults in cache_faults.values() for fault in faults):
@@ -325,21 +302,7 @@ def write_calls(
     image_passes: Mapping[str, Sequence[ImagePass]] | None = None,
     events: Sequence[ModuleEvent] = (),
 ) -> None:
-    """Write calls to a file.
-
-    Args:
-        path: The file to write.
-        calls: The calls in order.
-        causal: `is_causal` of the modules by name.
-        cache_faults: Calls that do not extend their cache, by name.
-        image_runs: The images of each forward pass.
-        image_passes: Patch grids of the models that read images, by name.
-        events: The calls of all modules in the first pass.
-
-    Raises:
-        ArgumentError: If a score modification or a measure's result cannot be written.
-        ImportError: If safetensors is not installed.
-    """
+    """Write calls to a file."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -451,17 +414,7 @@ class SavedCalls(NamedTuple):
 
 
 def read_calls(path: str | Path) -> SavedCalls:
-    """Read the calls of a file that `write_calls` wrote.
-
-    Args:
-        path: The file to read.
-
-    Returns:
-        The calls, and what else the file holds.
-
-    Raises:
-        ArgumentError: If the file was not written by `write_calls`, or is damaged.
-    """
+    """Read the calls of a file that `write_calls` wrote."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -231,17 +231,7 @@ OPERATION = "recording.span_mass"
 def select_call(
     recording: Mapping[str, object], layer_calls: Sequence[LayerCall], call: int | None
 ) -> list[LayerCall]:
-    """Select one call of each layer of a recording.
-
-    Args:
-        recording: The recording, which refuses the name of a layer with several calls.
-        layer_calls: All its calls.
-        call: Which call of each layer; None if each has one.
-
-    Raises:
-        ArgumentError: If a layer has several calls, and none is chosen.
-        IndexOutOfRangeError: If there is no such call.
-    """
+    """Select one call of each layer of a recording."""
     selected = []
     for name in recording:
         calls = [entry for entry in layer_calls if entry.module == name]
@@ -264,21 +254,7 @@ def compute_span_mass(
     prompt: int | None,
     layers: str | Sequence[str] | None,
 ) -> SpanMass:
-    """Compute the masses of every layer.
-
-    Args:
-        layer_calls: The calls of a recording, at most one for each layer.
-        spans: The spans.
-        prompt: Number of tokens of the prompt; None to find it out from the steps of the cache.
-        layers: Names of modules or patterns; None for all.
-
-    Returns:
-        The masses.
-
-    Raises:
-        ArgumentError: If the layers do not belong to one sequence, or the spans do not fit it.
-        IndexOutOfRangeError: If a span or the prompt exceeds the sequence.
-    """
+    """Compute the masses of every layer."""
     calls = [entry for entry in select_layers(layer_calls, layers, OPERATION) if math.prod(entry.call.shape)]
     if not calls:
         raise ArgumentError(

@@ -42,18 +42,8 @@ class Spans:
     def label_keys(self, batch: int, length: int, what: str, operation: str) -> IntArray:
         """Return the index of the span that each token of the prompt is in; `len(names)` for tokens in none.
 
-        Args:
-            batch: Number of batch entries.
-            length: Number of tokens that spans may lie in.
-            what: What these tokens are, for error messages.
-            operation: Name of the calling function, for error messages.
-
         Returns:
             (batch or 1, length).
-
-        Raises:
-            ArgumentError: If there are spans for another number of batch entries, or a span is empty.
-            IndexOutOfRangeError: If a span ends after the last token.
         """
         if len(self.entries) not in (1, batch):
             raise ArgumentError(
@@ -91,14 +81,6 @@ def parse_spans(spans: Any, operation: str) -> Spans:
         spans: A mapping from names to ranges, or one for each batch entry. A range is (start, stop) or
             slice(start, stop) in tokens; a list of ranges is one span.
         operation: Name of the calling function, for error messages.
-
-    Returns:
-        The spans.
-
-    Raises:
-        ArgumentTypeError: If it is of another type.
-        ArgumentError: If a name is reserved, or a span is empty or overlaps another one.
-        IndexOutOfRangeError: If a span starts before the first token.
     """
     given = [spans] if isinstance(spans, Mapping) else spans
     if not isinstance(given, list | tuple) or not given or not all(isinstance(x, Mapping) for x in given):
@@ -133,11 +115,7 @@ def parse_spans(spans: Any, operation: str) -> Spans:
 
 
 def require_spans(spans: SpanRanges | None, default: Spans | None) -> Spans:
-    """Return the spans passed to `Recording.span_mass`, or else to `watch`.
-
-    Raises:
-        ArgumentError: If there are none, or they overlap or are empty.
-    """
+    """Return the spans passed to `Recording.span_mass`, or else to `watch`."""
     if spans is not None:
         return parse_spans(spans, "recording.span_mass")
     if default is None:

@@ -128,12 +128,6 @@ def as_token_lists(tokens: Any, operation: str) -> list[list[Any]]:
     Args:
         tokens: Texts or ids, (n,) or (batch, n): lists, arrays or tensors.
         operation: Name of the calling function, for error messages.
-
-    Returns:
-        The lists.
-
-    Raises:
-        ArgumentTypeError: If `tokens` is of another type, such as one text.
     """
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()

@@ -419,10 +419,6 @@ class Watch(Watcher):
         """Return a hook that does nothing in a context that the block does not concern.
 
         Nor does it if torch calls it without keyword arguments, because another thread adds or removes it just then.
-
-        Args:
-            hook: The hook.
-            num_args: Its number of arguments.
         """
 
         def call(*args: Any) -> Any:
@@ -522,16 +518,7 @@ def _resolve_measures(measures: Any) -> Any:
 
 
 def check_model(model: Any, operation: str) -> None:
-    """Refuse a model whose attention functions cannot be patched.
-
-    Args:
-        model: The model.
-        operation: Name of the calling function, for error messages.
-
-    Raises:
-        ArgumentTypeError: If it is not a module.
-        ArgumentError: If it is compiled, scripted or split.
-    """
+    """Refuse a model whose attention functions cannot be patched."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
             operation,

@@ -114,9 +114,6 @@ def iterate_segments(
         kv_range: The keys to describe; None for all.
         xp: Array API namespace to evaluate the mask with.
         to_numpy: Conversion of its arrays to NumPy.
-
-    Yields:
-        The segments of each range; the ranges of a pair are in the order of the rows.
     """
     keys = range(frame.kv_len) if kv_range is None else kv_range
     builder = _SegmentBuilder(mask, q_idx, keys, block_rows, block_columns, pack, xp, to_numpy)
@@ -285,9 +282,6 @@ def find_intervals(
         operation: Operation that an error message names.
         xp: Array API namespace to evaluate the mask with.
         to_numpy: Conversion of its arrays to NumPy.
-
-    Raises:
-        TooLargeError: If there are more intervals than `tile_sizes().intervals`.
 
     >>> from regard import causal, first, sliding_window
     >>> mask = causal() & (sliding_window(2) | first(1))

@@ -48,9 +48,6 @@ def encode_array(array: Array, *, early: bool = False) -> EncodedArray:
         array: Numbers of any shape. float16, float32, float64 and uint8 are stored exactly, other integers as
             differences in int32.
         early: Store the array before the script of the page.
-
-    Returns:
-        The encoded array.
     """
     array = np.asarray(array)
     strategy, planes = zlib.Z_DEFAULT_STRATEGY, 1
@@ -84,9 +81,6 @@ class ScaledHalves(NamedTuple):
     def to_dtype(self, dtype: Any) -> Array:
         """Return the rounded values in a wider dtype.
 
-        Args:
-            dtype: A NumPy floating-point dtype.
-
         Returns:
             The values, in the shape of `numbers`.
         """
@@ -103,9 +97,6 @@ def round_to_half(array: Array, live: Array) -> ScaledHalves:
     Args:
         array: Vectors, `(n, width)`.
         live: Which vectors matter, `(n,)`. The others become 0, so that they do not limit the precision.
-
-    Returns:
-        The rounded array and its exponent.
     """
     values = np.where(live[:, None], array, array.dtype.type(0))
     with np.errstate(invalid="ignore"):
@@ -128,9 +119,6 @@ def encode_levels(values: Array, live: Array, *, early: bool = True) -> dict[str
         values: Numbers that are not negative, of any shape.
         live: Which of them are not masked, the same shape.
         early: Store the array before the script of the page.
-
-    Returns:
-        A record with the encoded `levels`, `floor` and `top`, the largest number.
     """
     values = np.asarray(values, np.float64)
     top = float(np.max(values, where=np.isfinite(values), initial=0)) or 1.0

@@ -40,12 +40,6 @@ def bundle(module: str) -> tuple[str, str]:
     >>> script, style = bundle("apps/pipeline")
     >>> "import " in script, "function softmax" in script, ":root" in style
     (False, True, True)
-
-    Args:
-        module: Path of the module within `assets/`, without its suffix.
-
-    Returns:
-        The script, and the style: `components/page.css`, then the style sheets beside the modules.
     """
     scripts: dict[str, str] = {}
     _add_module(module, scripts)
@@ -58,12 +52,6 @@ def exports_object(module: str) -> str:
 
     >>> exports_object("components/dom")
     '$components_dom'
-
-    Args:
-        module: Path of the module within `assets/`, without its suffix.
-
-    Returns:
-        A JavaScript identifier.
     """
     return "$" + module.replace("/", "_")
 
@@ -142,16 +130,7 @@ class Page:
 
 
 def build_page(title: str, app: str, record: dict[str, Any]) -> Page:
-    """Build a page that runs an app on a record.
-
-    Args:
-        title: Title of the page.
-        app: Name of the script in `assets/apps/`, without its suffix.
-        record: Data of the app: numbers, texts, lists, dicts, arrays and `EncodedArray`s.
-
-    Returns:
-        The page.
-    """
+    """Build a page that runs an app on a record."""
     title = title.encode(errors="replace").decode()  # a lone surrogate cannot be written to a file
     script, style = bundle(f"apps/{app}")
     policy = (
@@ -197,13 +176,6 @@ def encode_record(record: Any, arrays: list[EncodedArray] | None = None) -> str:
 
     >>> print(encode_record({"tokens": ["</script>", "\u2028"], "score": float("-inf")}))
     {"tokens":["\u003c/script\u003e","\u2028"],"score":"-Infinity"}
-
-    Args:
-        record: Numbers, texts, lists, tuples, dicts, arrays and `EncodedArray`s.
-        arrays: List to which encoded arrays are appended. In the JSON, their index stands for them.
-
-    Returns:
-        The JSON.
     """
     plain = _to_json(record, [] if arrays is None else arrays)
     text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
@@ -235,23 +207,13 @@ def encode_float32(numbers: Array | Sequence[Any]) -> str:
 
     Args:
         numbers: An array, or nested lists of numbers. Those beyond the range of float32 become infinite.
-
-    Returns:
-        The text.
     """
     with np.errstate(over="ignore"):
         return base64.b64encode(np.asarray(numbers).astype("<f4").tobytes()).decode("ascii")
 
 
 def csp_hash(text: str) -> str:
-    """Return the source expression by which a content security policy allows a script or a style.
-
-    Args:
-        text: The script or style.
-
-    Returns:
-        The quoted SHA-256 hash.
-    """
+    """Return the source expression by which a content security policy allows a script or a style."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"
 
 

@@ -40,9 +40,6 @@ def format_table(
         align: Alignment of every column, or one alignment per column. Default: "right".
         indent: Text before each line.
         rule: Draw a line of hyphens under the headers.
-
-    Returns:
-        The lines, joined by newlines; an empty string if there are neither rows nor headers.
     """
     lines = [[cell if isinstance(cell, str) else format_cell(cell) for cell in row] for row in rows]
     if headers is not None:
@@ -68,13 +65,6 @@ def format_cell(value: object) -> str:
 
     >>> format_cell(0.25), format_cell(math.nan), format_cell(123456), format_cell("a\n")
     ('0.250', '–', '123,456', 'a\\n')
-
-    Args:
-        value: A float is printed to three decimals, or to three digits from 10,000 on, and NaN as a dash. An integer
-            gets thousands separators, and None is a dash. The control characters of any other value's text are escaped.
-
-    Returns:
-        Text of one line.
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"

@@ -48,11 +48,6 @@ def register() -> None:
 def create_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
     """Create a mask as `sdpa` does, or as `eager` does for a family that supports nothing else.
 
-    Args:
-        *args: Arguments of the mask function of `sdpa`.
-        config: Configuration of the model.
-        **kwargs: Arguments of the mask function of `sdpa`.
-
     Returns:
         Boolean, (batch, 1, q_len, kv_len), True = attend, or numbers that are added to the scores; None if the layers
         can do without.
@@ -89,10 +84,6 @@ def attention_forward(
 
     Returns:
         The output, (batch, q_len, heads, value_dim), and the lazy weights; None if they are not requested.
-
-    Raises:
-        ArgumentError: If the model needs an argument that only `sdpa` supports, or applies dropout to scores with a
-            soft cap or a sink.
     """
     for name, meaning in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None:
@@ -180,22 +171,12 @@ def supports_sdpa(part: Any) -> bool:
 
     `sdpa` gets no mask where a layer that declares `is_causal` can do without. The layers of a family that does not
     support `sdpa` declare nothing, so they need every mask, and a call without one attends to every key.
-
-    Args:
-        part: A layer of the family, or its configuration.
-
-    Returns:
-        True also for layers and configurations outside transformers' families.
     """
     return bool(_supports("sdpa", _find_module_name(part)))
 
 
 def needs_added_mask(part: Any) -> bool:
-    """Return whether a family supports `eager` alone: its layers may add the mask to their scores, or extend it.
-
-    Args:
-        part: A layer of the family, or its configuration.
-    """
+    """Return whether a family supports `eager` alone: its layers may add the mask to their scores, or extend it."""
     name = _find_module_name(part)
     return not any(_supports(implementation, name) for implementation in ("sdpa", "flash_attn", "flex_attn"))
 

@@ -495,9 +495,6 @@ def _find_weights(arguments: Any) -> Iterator[AttentionWeights]:
 def resolve_dims(dim: Any, ndim: int) -> list[int]:
     """Resolve an axis, several, or None for all, to sorted positions from 0.
 
-    Raises:
-        ArgumentError: If an axis does not exist, or is named twice.
-
     >>> resolve_dims((-1, 0), 4), resolve_dims(None, 2)
     ([0, 3], [0, 1])
     """
@@ -524,12 +521,6 @@ def insert_axes(
         index: The index that the caller passed, for an array of `shape`.
         shape: Shape after averaging.
         averaged: Axes of the matrix that are averaged, in ascending order.
-
-    Returns:
-        The index of the matrix, whole along the averaged axes, and the positions of these axes in its result.
-
-    Raises:
-        IndexOutOfRangeError: If the index has too many entries, or a boolean array has the wrong length.
 
     >>> insert_axes((0, -1), (1, 5, 5), (1,))
     ((0, slice(None, None, None), -1, slice(None, None, None)), (0,))

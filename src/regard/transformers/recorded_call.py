@@ -118,13 +118,7 @@ class RecordedCall:
 
 
 def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> RecordedCall:
-    """Record a call of a layer.
-
-    Args:
-        module: The layer.
-        args: What its attention function was called with.
-        keep: Store the keys, so that the record stays right after the model's next call.
-    """
+    """Record a call of a layer."""
     store, start = _store_keys(module, args) if keep else (KeyStore(args.key, copy=False), 0)
     kv_len, compact_mask = int(args.key.shape[-2]), None
     # The mask of one row is small, and recognised if the row is read.

@@ -40,9 +40,6 @@ def find_compiler() -> list[str] | None:
 def compile_library(folder: Path) -> Path | None:
     """Compile the library.
 
-    Args:
-        folder: Folder to write it to.
-
     Returns:
         The library; None if there is no compiler, or if it cannot compile the sources; stderr then says why.
     """
