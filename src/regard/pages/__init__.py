@@ -1,6 +1,6 @@
 """Self-contained HTML pages from plain data.
 
-Entry points: `html.build_page` and `report_page.build_report_page`. The scripts are in `assets/`: `apps` (one for each
+`html.build_page` builds a page from a record, `encoding` its arrays. The scripts are in `assets/`: `apps` (one for each
 page), `components`, and `matrix` (the lazy matrix in the browser). The package imports `errors`, `types` and `render`.
 
 Design notes:
