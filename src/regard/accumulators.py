@@ -1,7 +1,7 @@
 """The closed vocabulary of what a compiled pass can accumulate over the weights.
 
 A built-in measure describes itself by one of these values, and an engine may compute any set of them in one read of
-each tile. A measure of your own has no such description, and its Python `step` runs beside.
+each tile. A measure of your own has no such description, and its Python `step` runs in the block loop.
 
 In the shapes, `pairs` counts the (batch, head) pairs, `rows` the queries and `kv_len` the keys of the matrix.
 """

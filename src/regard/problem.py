@@ -212,7 +212,7 @@ class Engine(Protocol):
         return ""
 
     def can_accumulate(self, problem: Problem, accumulator: Accumulator) -> bool:
-        """Return whether the compiled pass of a problem has an accumulator; the block loop computes the others.
+        """Return whether the compiled pass of a problem has an accumulator; the block loop computes other measures.
 
         Args:
             problem: Matrix in canonical form.
@@ -274,7 +274,7 @@ class Engine(Protocol):
 
         Returns:
             Output (pairs, rows, value_dim), the array of each accumulator, and the largest score and the sum of each
-            row. None if they must be computed apart after all.
+            row. None if they must be computed separately.
         """
         return None
 

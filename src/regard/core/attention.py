@@ -172,7 +172,7 @@ def linear_attention(
 def layer_attention(
     query: Array, key: Array, value: Array, *, multiply: bool = True, **options: Any
 ) -> tuple[Array | None, AttentionMatrix]:
-    """Return `A @ value` and the matrix A; layers call it so that `regard.watch` captures value and output, too."""
+    """Return `A @ value` and the matrix A; layers call it so that `regard.watch` also captures value and output."""
     matrix = attention(query, key, **options)
     return (matrix @ value if multiply else None), matrix
 

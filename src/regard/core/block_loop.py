@@ -4,7 +4,7 @@ Each band of rows is read in two passes over its live blocks of keys. The first 
 row and the sum of exp(score − max) by online softmax. The second pass computes the weights exp(score − max) / sum,
 which are final when a measure sees them. Blocks that the mask leaves empty are skipped; full ones are not tested.
 
-If the engine has a compiled pass, built-in measures run in it instead; measures of your own run in this loop beside.
+If the engine has a compiled pass, built-in measures run in it instead; measures of your own run in this loop.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
 
 
 def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats) -> list[Any]:
-    """Run measures over a block of keys and return their states, which `merge` combines with those of other blocks."""
+    """Run measures over a block of keys and return their states, which `merge` combines over blocks."""
     compiled = known.fits(compiled=True)
     if not known.fits(compiled=False) and len(find_compiled(problem, measures)) < len(measures):
         raise ValueError("the block loop cannot use the statistics of a compiled pass")
@@ -281,7 +281,7 @@ def _run_pairs(
                 given = problem.take_given_weights(band, columns)
                 weights = normalise(scores, stats, engine) if given is None else given
                 if stats.sum is None and given is None:
-                    weights = xp.clip(weights, None, 1.0)  # the lse is rounded, too
+                    weights = xp.clip(weights, None, 1.0)  # the lse is rounded
             for i, measure in enumerate(bound):
                 if logs is not None and hasattr(measure, "step_logs"):
                     own = logs if i == last_of_logs else logs + 0.0  # `step_logs` overwrites its argument

@@ -187,7 +187,7 @@ def explain_row(
 def _list_steps(explanation: Explanation) -> list[PrintedStep]:
     """Return the steps as rows of text: three, and a fourth with a value.
 
-    Of a row of more than 12 keys, the 12 with the largest weights are listed, and the others are summed in one line.
+    Of a row of more than 12 keys, the 12 with the largest weights are listed; one line sums the other keys.
     """
     weights = np.asarray(explanation.weights)
     keys = np.arange(len(weights))

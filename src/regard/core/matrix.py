@@ -795,7 +795,7 @@ class AttentionMatrix:
         return product[..., 0] if measure.is_vector else product
 
     def _split_outputs(self, chosen: dict[str, Measure]) -> tuple[dict[str, Product], dict[str, Measure]]:
-        """Split off the outputs that need a product of their own; the others share a pass or a product."""
+        """Split off the outputs that need a product of their own; other outputs share a pass or a product."""
         products = {
             name: Product.from_operand(measure.value, self._spec, "Output(value)")
             for name, measure in chosen.items()
@@ -835,7 +835,7 @@ class AttentionMatrix:
         return results
 
     def _differentiable_lse(self) -> Array:
-        """Compute the lse of each row with its gradient, (pairs, rows): that of the keys, then the sink."""
+        """Compute the lse of each row with its gradient, (pairs, rows): first over the keys, then with the sink."""
         problem, xp = self._problem, self._problem.engine.xp
         (lse,), _ = run_block_loop(replace(problem, sink=None), [LogSumExp()])
         if problem.sink is None:

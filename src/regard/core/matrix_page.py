@@ -42,7 +42,7 @@ ELEMENT_OVERHEAD = 64  # characters around each array in the page
 
 
 class ErrorEstimate(NamedTuple):
-    """How far the weights of a payload are from those of the original matrix.
+    """How far the weights of a payload are from the weights of the original matrix.
 
     Attributes:
         relative: Bound on the difference, relative to the weight.

@@ -470,7 +470,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
 
     Args:
         array: Booleans that broadcast to (…, q_len, kv_len).
-        true_means: What True stands for. The default, "attend", is the library's own convention and that of
+        true_means: What True stands for. The default, "attend", is the library's own convention and the one of
             `F.scaled_dot_product_attention`; "ignore" is the convention of `nn.MultiheadAttention`.
 
     Returns:
@@ -569,7 +569,7 @@ def between(queries: Positions = None, keys: Positions = None) -> Mask:
     Args:
         queries: Rows of the matrix: an integer, a slice, or a list of integers. Negative ones count from the end.
             Default: all.
-        keys: Columns of the matrix, alike.
+        keys: Columns of the matrix, in the same form.
 
     Returns:
         The mask.
@@ -604,19 +604,11 @@ class PositionSet:
         """Whether every position is chosen."""
         return isinstance(self.chosen, slice) and self.chosen == slice(None)
 
-    def select(self, length: int) -> Any:
-        """Return which positions are chosen, (length,), booleans."""
-        flags = np.zeros(length, bool)
-        flags[self.chosen] = True
-        return flags
-
     def count_before(self, length: int) -> IntArray:
         """Return how many positions are chosen before each one: (length + 1,)."""
-        return np.concatenate([[0], np.cumsum(self.select(length))])
-
-    def find_edges(self, length: int) -> IntArray:
-        """Return the positions at which a run of chosen positions begins or ends."""
-        return np.flatnonzero(np.diff(self.select(length).astype(np.int8), prepend=0)).astype(np.int64)
+        flags = np.zeros(length, np.int64)
+        flags[self.chosen] = 1
+        return np.concatenate([[0], np.cumsum(flags)])
 
     def check(self, length: int) -> None:
         """Raise an `IndexOutOfRangeError` if a position is outside the axis."""
@@ -694,7 +686,8 @@ class EdgeMask(Mask):
         )
 
     def split_points(self, frame: Frame) -> SplitPoints:
-        rows, columns = self.queries.find_edges(frame.q_len), self.keys.find_edges(frame.kv_len)
+        # Where a run of chosen positions begins or ends.
+        rows, columns = (np.flatnonzero(np.diff(counts, n=2, prepend=0)) for counts in frame.resolve(self))
         if len(rows) > 2 * MAX_RUNS:
             rows = np.arange(0, frame.q_len, tile_sizes().mask_rows)
         if len(columns) > 2 * MAX_RUNS:

@@ -71,7 +71,7 @@ class SegmentRange(NamedTuple):
 def build_segments(
     mask: Mask | None, frame: Frame, q_idx: IntArray, block_rows: int, block_columns: int, **options: Any
 ) -> PairSegments:
-    """Describe a mask by the segments of all its rows; the parameters are those of `iterate_segments`.
+    """Describe a mask by the segments of all its rows, with the parameters of `iterate_segments`.
 
     >>> from regard import causal
     >>> (causal_segments,), _ = build_segments(causal(), Frame((), 24, 24), np.arange(24), 8, 8)

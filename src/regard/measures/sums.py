@@ -177,7 +177,7 @@ class Received(Sum):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Output(Measure):
-    """The product `A @ value` beside other measures, which share its kernel or its pass: (…, q_len, value_dim).
+    """The product `A @ value` together with other measures, which share its kernel or its pass: (…, q_len, value_dim).
 
     Args:
         value: (…, kv_heads, kv_len, value_dim) or (kv_len,), as in `A @ value`.

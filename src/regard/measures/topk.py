@@ -45,7 +45,7 @@ class MaxWeight(Measure):
     The result is a `TopKResult` of arrays of shape (…, q_len) or (…, kv_len).
 
     Args:
-        axis: −1 for the largest weight of each row, −2 for that of each column.
+        axis: −1 for the largest weight of each row, −2 for the largest weight of each column.
 
     Raises:
         ArgumentError: If `axis` is neither −1 nor −2.

@@ -106,7 +106,7 @@ def format_seconds(seconds: float) -> str:
 class PrintedStep(NamedTuple):
     """One step as it is printed.
 
-    `rows` hold a name and its cells under `columns`, and `shares` the weights to draw as bars beside them.
+    `rows` hold a name and its cells under `columns`, and `shares` the weights to draw as bars next to them.
     """
 
     title: str
