@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def resolve(target: str) -> tuple[Any, str, Any]:
     *outer, attribute = path.split(".")
     for name in outer:
         owner = getattr(owner, name)
-    return owner, attribute, vars(owner)[attribute]
+    return owner, attribute, inspect.getattr_static(owner, attribute)  # which may be inherited
 
 
 def apply(chosen: Fault) -> None:
@@ -309,7 +310,9 @@ def _(init: Function) -> Function:
 
 @fault("masked-nan-leaks", "row 4", "regard.core.products:Product.step")
 def _(step: Function) -> Function:
-    return lambda self, *args: step(replace(self, finite=True), *args)
+    from regard.measures.base import copy_with
+
+    return lambda self, *args: step(copy_with(self, finite=True), *args)
 
 
 @fault("merge-without-shares", "row 23", "regard.core.products:merge")
