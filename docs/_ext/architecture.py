@@ -22,7 +22,7 @@ Each package of `regard` stands above the packages that it imports, so no line p
 
 """
 
-DESIGN_SECTIONS = ("The life of a call", "Decisions and their reasons")
+DESIGN_SECTIONS = ("The life of a call", "Decisions that bind the whole")
 
 Imports = dict[str, set[str]]
 

@@ -627,8 +627,8 @@ def test_moving_by_button_slider_and_keyboard(show):
     assert tab.locator("#back").is_disabled()
     tab.keyboard.press("ArrowRight")
     assert count.text_content() == f"step 2 of {total}"
-    assert "calls _check_table" in tab.locator("#event").text_content()
-    assert "calls _check_table" in tab.get_by_role("status").text_content()
+    assert "calls _check_head" in tab.locator("#event").text_content()
+    assert "calls _check_head" in tab.get_by_role("status").text_content()
     tab.keyboard.press("ArrowRight")
     assert where.text_content() == "attention_by_loops › _check_table"
     tab.keyboard.press("ArrowLeft")

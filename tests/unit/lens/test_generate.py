@@ -272,7 +272,7 @@ def test_one_query_over_two_values_is_two_calls():
 
 
 def test_a_watch_makes_few_calls_of_its_own():
-    """What a watch adds to a short `generate()` is small: entering reads no file twice, and a step stores its rows."""
+    """What a watch adds to a short `generate()` is small: a step stores its rows."""
     config = hf.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -284,9 +284,12 @@ def test_a_watch_makes_few_calls_of_its_own():
     model, prompt = hf.LlamaForCausalLM(config).eval(), torch.arange(1, 11)[None]
     source, calls = str(Path(regard.__file__).parent), 0
 
-    def run():
+    def run(profile=None):
+        # Entering is not counted: it looks for names in every module that other tests imported.
         with regard.watch(model) as recording:
+            sys.setprofile(profile)
             tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0)
+            sys.setprofile(None)
         return tokens, recording
 
     def count(frame, event, _):
@@ -295,11 +298,10 @@ def test_a_watch_makes_few_calls_of_its_own():
 
     run()  # reads the installed files, and imports what is imported later
     before = sys.getprofile()
-    sys.setprofile(count)
     try:
-        tokens, recording = run()
+        tokens, recording = run(count)
     finally:
         sys.setprofile(before)
     assert torch.equal(tokens, model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0))
     assert {call.steps for name in recording for call in recording.calls(name)} == {tokens.shape[1] - 10}
-    assert 500 < calls < 2400, calls
+    assert 500 < calls < 1800, calls
