@@ -630,11 +630,11 @@ def test_moving_by_button_slider_and_keyboard(show):
     assert "calls _check_head" in tab.locator("#event").text_content()
     assert "calls _check_head" in tab.get_by_role("status").text_content()
     tab.keyboard.press("ArrowRight")
-    assert where.text_content() == "attention_by_loops › _check_table"
+    assert where.text_content() == "attention_by_loops › _check_head"
     tab.keyboard.press("ArrowLeft")
     tab.locator("#step-over").click()
     assert where.text_content() == "attention_by_loops"
-    assert tab.locator(".fresh strong").all_text_contents() == ["Q"]
+    assert tab.locator(".fresh strong").all_text_contents() == ["Q", "K", "V"]
     slider = tab.get_by_role("slider", name="Step")
     slider.focus()
     tab.keyboard.press("End")
