@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +24,7 @@ NOT_IN_FIREFOX = {("color_scheme", "dark"), ("reduced_motion", "reduce"), ("has_
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--cases", type=int, default=600, help="number of generated cases; each runs on every engine"
+        "--cases", type=int, default=300, help="number of generated cases; each runs on every engine"
     )
     parser.addoption("--large", type=int, default=24_000, help="tokens of the long head")
     parser.addoption(
@@ -88,6 +89,16 @@ def is_selected(item: pytest.Item) -> bool:
     return (nightly or not item.get_closest_marker("nightly")) and (
         not firefox or (in_browser and not item.get_closest_marker("chromium_only"))
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()  # what is imported now stays until the end
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that no later collection visits it again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

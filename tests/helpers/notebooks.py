@@ -21,8 +21,18 @@ SAMPLE = [
     in ("04-four-steps", "08-many-heads", "01-four-steps", "03-keys-equal-queries", "10-teach-a-class")
 ]
 
-# Two pages take long.
-FAST = [path for path in NOTEBOOKS if path.stem not in ("13-reading", "21-cache-policy")]
+# The pages that take seconds run every night only.
+LONG = (
+    *(
+        "13-reading",
+        "21-cache-policy",
+        "20-many-ranks",
+        "14-watch-a-training-run",
+        "17-attention-over-an-image",
+    ),
+    *("12-head-worth", "06-long-context", "04-entropy-penalty"),
+)
+FAST = [path for path in NOTEBOOKS if path.stem not in LONG]
 
 
 def list_cells(page: Path) -> list[dict]:

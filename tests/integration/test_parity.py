@@ -25,11 +25,17 @@ BY_NAME = {str(comparison): comparison for comparison in ALL}
 
 
 QUICK = re.compile("one pass|cross-attention|attn_mask$")
+IN_CI = re.compile(
+    r"torch\.nn|Llama:|Gemma 2|T5 decoder:"
+)  # every situation; of other modules, the quick ones
 
 
-@pytest.mark.parametrize(
-    "name", [name if QUICK.search(name) else pytest.param(name, marks=pytest.mark.slow) for name in BY_NAME]
-)
+def mark(name):
+    marks = [pytest.mark.slow] if IN_CI.match(name) else [pytest.mark.slow, pytest.mark.nightly]
+    return name if QUICK.search(name) else pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [mark(name) for name in BY_NAME])
 def test_parity(name):
     row = measure_parity(BY_NAME[name])
     assert row.ok, row

@@ -248,3 +248,11 @@ def test_the_lowest_and_the_newest_numpy_are_tested_every_night_and_imported_in_
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/unit").glob("test_*.py")}
     assert folders | files <= {*compat["TESTS"]["matrix"]}
     assert 'for stack in "lowest 11" "newest 13"' in (ROOT / ".ci/run").read_text()
+
+
+def test_the_tests_of_the_core_exist_and_all_others_are_the_rest():
+    tests = runpy.run_path(str(ROOT / "scripts/coverage"))["SELECTIONS"]["core"].tests
+    assert [path for path in tests if not (ROOT / path).exists()] == []
+    command = [sys.executable, ROOT / "scripts/coverage", "--others"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.split() == [f"--ignore={path}" for path in tests]

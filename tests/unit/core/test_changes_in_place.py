@@ -113,9 +113,9 @@ def test_results_describe_the_current_values(case: Any, before: str) -> None:
         if x.dtype != torch.bool:
             x.mul_(0.1)
         expected = build()
-        dense = expected.to_dense()
+        dense, results = expected.to_dense(), everything(expected)
         for name, result in everything(A).items():
-            torch.testing.assert_close(result, everything(expected)[name], msg=name, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(result, results[name], msg=name, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(A.sum(-1).float(), dense.sum(-1), rtol=0, atol=1e-5)
         for name, own in (
             ("heads", dense[:, 1]),

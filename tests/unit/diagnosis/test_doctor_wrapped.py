@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from regard import doctor  # noqa: E402
+from tests.helpers.nightly import keep_in_ci  # noqa: E402
 from tests.helpers.port_bugs import PORT_BUGS  # noqa: E402
 from tests.helpers.ported_decoder import PortedDecoder  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
@@ -98,7 +99,13 @@ def examine_bare(name):
     return describe(doctor(build(), inputs()))
 
 
-@pytest.mark.parametrize(("wrapper", "name"), list_pairs())
+PAIRS = list_pairs()
+EACH_ONCE = [
+    pair for pair in PAIRS if pair[0] == "*args" or pair[1] == "Llama"
+]  # each wrapper and each model
+
+
+@pytest.mark.parametrize(("wrapper", "name"), keep_in_ci(PAIRS, *EACH_ONCE))
 def test_a_wrapped_model_has_the_findings_checks_and_passes_of_the_model(one_rank, wrapper, name):
     build, inputs = MODELS[name]
     model = WRAPPERS[wrapper](build())

@@ -48,6 +48,7 @@ def test_compare_names_a_fault_of_a_port(name):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # test_doctor.py runs them with causal= and cached=
 @pytest.mark.parametrize("name", [mark(name) for name in PLANTED_BUGS])
 def test_no_planted_bug_gets_a_wrong_cause_if_doctor_is_told_nothing(name):
     findings = run_doctor(BUGS[name], is_told=False)

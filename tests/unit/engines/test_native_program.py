@@ -66,6 +66,7 @@ def test_the_pass_is_right_with_neon(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # it compiles twice
 def test_a_library_carries_the_hash_of_its_sources_and_leaves_nothing_else(tmp_path):
     if find_compiler() is None:
         pytest.skip("no C compiler here")

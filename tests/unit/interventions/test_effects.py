@@ -313,15 +313,20 @@ def test_means_are_those_of_the_unedited_run_whatever_the_batch_size(name):
         [ablate(0, heads=1), ablate(1, heads=2, to="mean"), ablate(5 if name != "Llama" else 1, heads=3)],
         [ablate(0, to="mean"), ablate(1, to="mean", queries=[2, -1], batch=1)],
     ]
+    fixed = ([replace(edit, to=clean) if edit.to == "mean" else edit for edit in edits] for edits in listed)
+    expected = [measure(model, inputs, METRIC, *edits) for edits in fixed]
+    by_head = {
+        (row["layer"], row["head"]): measure(
+            model, inputs, METRIC, ablate(row["layer"], heads=row["head"], to=clean)
+        )
+        for row in effects(model, inputs, METRIC, to="mean")
+    }
     for batch_size in (1, 3, 16):
-        for edits, row in zip(
-            listed, effects(model, inputs, METRIC, listed, batch_size=batch_size), strict=True
-        ):
-            fixed = [replace(edit, to=clean) if edit.to == "mean" else edit for edit in edits]
-            assert row["metric"] == pytest.approx(measure(model, inputs, METRIC, *fixed), abs=1e-4)
-        for row in effects(model, inputs, METRIC, to="mean", batch_size=batch_size):
-            edit = ablate(row["layer"], heads=row["head"], to=clean)
-            assert row["metric"] == pytest.approx(measure(model, inputs, METRIC, edit), abs=1e-4)
+        rows = effects(model, inputs, METRIC, listed, batch_size=batch_size)
+        assert [row["metric"] for row in rows] == pytest.approx(expected, abs=1e-4)
+        rows = effects(model, inputs, METRIC, to="mean", batch_size=batch_size)
+        found = {(row["layer"], row["head"]): row["metric"] for row in rows}
+        assert found == pytest.approx(by_head, abs=1e-4)
 
 
 def test_means_of_a_layer_that_runs_several_times():

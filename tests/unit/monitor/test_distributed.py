@@ -344,7 +344,7 @@ finish(history=monitor.history, expected=expected, error=error)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", keep_in_ci(["stages", "interleaved", "same names"], "stages", "same names"))
+@pytest.mark.parametrize("way", keep_in_ci(["stages", "interleaved", "same names"], "stages"))
 def test_layers_of_pipeline_stages_have_their_own_rows(way: str, tmp_path: Path) -> None:
     for result in run_processes(2, PIPELINE, way, tmp_path):
         rows = result["history"]
