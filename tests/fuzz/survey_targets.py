@@ -131,7 +131,7 @@ def build_resumed(folder: Path) -> RunInput:
             lines = [change_json(rng, entry) if rng.random() < 0.5 else entry for entry in entries]
             path.write_bytes(b"".join(_format(format_entry, line) for line in lines))
         try:
-            with Manifest(out) as manifest:
+            with Manifest(out, "survey.run") as manifest:
                 manifest.recover()
         finally:
             for file in kept.glob("shard-*"):

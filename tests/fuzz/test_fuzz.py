@@ -164,7 +164,7 @@ def test_a_manifest_names_no_file_outside_its_survey(tmp_path: Path) -> None:
     outside = tmp_path / "outside.parquet"
     outside.write_text("not part of the survey")
     assert len(regard.survey.open(out).files) == len(others) == read_manifest(path)[1] + 1
-    with Manifest(out) as manifest:
+    with Manifest(out, "survey.run") as manifest:
         _, notes = manifest.recover()
     assert "lines of the manifest are damaged" in notes[0] and outside.exists()
 

@@ -199,7 +199,7 @@ def test_a_changed_corpus_raises(corpus, tmp_path):
 
 def test_a_directory_with_other_files_is_left_alone(corpus, tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(regard.ArgumentError, match=r"which contains 'thesis\.tex' but no survey"):
+    with pytest.raises(regard.ArgumentError, match=r"which contains 'thesis\.tex' but no settings"):
         run(corpus, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -229,7 +229,7 @@ def test_a_worker_with_other_weights_stops_the_run(corpus, tmp_path):
 
 def test_a_worker_that_outlived_its_driver_writes_nothing(corpus, tmp_path):
     (tmp_path / "lock").write_text("process 1 on another, run new")
-    spec = SurveySpec(PickledModel.dump(Stub()), MEASURES)
+    spec = SurveySpec(PickledModel.dump(Stub(), "survey.run"), MEASURES)
     source = Corpus(str(corpus), shard_size=5)
     job = ShardJob(spec, source, str(tmp_path), "old", list_columns(), Stub().describe())
     worker = ShardWorker(job)

@@ -18,10 +18,10 @@ from regard.cli.look_command import look
 from regard.cli.machine_commands import profile, selfcheck
 from regard.cli.model_commands import compare, doctor, effects, heads
 from regard.cli.options import take_options
-from regard.cli.output import print_error
+from regard.cli.output import INTERRUPTED, print_error
 from regard.errors import RegardError
 
-SUCCESS, USAGE_ERROR, MISSING_EXTRA, FAILURE, INTERRUPTED = 0, 2, 3, 4, 130
+SUCCESS, USAGE_ERROR, MISSING_EXTRA, FAILURE = 0, 2, 3, 4
 EXIT_CODES = (
     "Exit codes: 0 success, 1 error or difference found, 2 usage error, "
     "3 an extra is missing, 4 other failure."
@@ -140,7 +140,7 @@ def run(arguments: list[str]) -> int:
 def format_error(error: Exception) -> tuple[str, int]:
     """Return the message for an error, and its exit code."""
     if isinstance(error, RegardError):
-        # A survey that cannot continue is a RuntimeError, and no usage error.
+        # A run that cannot continue is a RuntimeError, not a usage error.
         code = FAILURE if isinstance(error, RuntimeError) else USAGE_ERROR
         return f"received {error.received}; expected {error.expected}. {error.hint}", code
     if isinstance(error, ImportError) and "is not installed. pip install" in str(error):

@@ -14,9 +14,17 @@ import typer
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
 
-from regard.cli.options import CorpusOptions, JsonOption, ModelName, OpenOption
-from regard.cli.output import NUMBER_STYLE, Printer, build_console, check_output, save_page, style_text
-from regard.jobs.options import RunKeywords
+from regard.cli.options import JsonOption, ModelName, OpenOption
+from regard.cli.output import (
+    INTERRUPTED,
+    NUMBER_STYLE,
+    Printer,
+    build_console,
+    check_output,
+    save_page,
+    style_text,
+)
+from regard.jobs.options import RunKeywords, RunOptions
 from regard.render.text import escape_unprintable
 
 if TYPE_CHECKING:
@@ -25,7 +33,6 @@ if TYPE_CHECKING:
 
 # Quarantined documents that are printed.
 MAX_QUARANTINED = 5
-INTERRUPTED = 130
 REPORT_PAGE, POLICY_FILE = Path("report.html"), Path("policy.json")
 
 
@@ -50,7 +57,7 @@ ResumeOption = Annotated[
 ]
 
 
-def as_keywords(options: CorpusOptions) -> RunKeywords:
+def as_keywords(options: RunOptions) -> RunKeywords:
     """Return the options as keyword arguments of `regard.survey.run`."""
     return cast(RunKeywords, asdict(options))
 
@@ -90,7 +97,7 @@ def survey(
             "--prompt-field", metavar="NAME", help="Field or column with the prompt that a text answers."
         ),
     ] = None,
-    options: CorpusOptions,
+    options: RunOptions,
     as_json: JsonOption = False,
 ) -> int:
     """Measure the heads of a model over a corpus and write the rows as Parquet.
@@ -103,22 +110,17 @@ def survey(
 
     notes: list[str] = []
     start = time.perf_counter()
-    try:
-        with show_progress(printer, model, notes) as progress, silence_logging():
-            result = run(
-                model,
-                corpus,
-                output,
-                measures=selected,
-                prompt_field=prompt_field,
-                progress=progress,
-                **as_keywords(options),
-            )
-    except KeyboardInterrupt:
-        printer.warn(
-            f"Interrupted. Run the same command again to resume; committed shards are kept in {output}."
+    hint = f"Run the same command again to resume; committed shards are kept in {output}."
+    with show_progress(printer, model, notes, hint) as progress:
+        result = run(
+            model,
+            corpus,
+            output,
+            measures=selected,
+            prompt_field=prompt_field,
+            progress=progress,
+            **as_keywords(options),
         )
-        return INTERRUPTED
     seconds = time.perf_counter() - start
     name, heads, quarantined = (
         result.settings["model"]["name"],
@@ -185,7 +187,22 @@ def report(
 
 
 @contextmanager
-def show_progress(printer: Printer, model: str, notes: list[str]) -> Iterator[Callable[[Progress], None]]:
+def show_progress(
+    printer: Printer, model: str, notes: list[str], resume_hint: str
+) -> Iterator[Callable[[Progress], None]]:
+    """Show the progress of a run, and collect its notes; yield the callback. An interrupt says how to resume."""
+    try:
+        with _show_progress_line(printer, model, notes) as progress, _silence_logging():
+            yield progress
+    except KeyboardInterrupt:
+        printer.warn(f"Interrupted. {resume_hint}")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+@contextmanager
+def _show_progress_line(
+    printer: Printer, model: str, notes: list[str]
+) -> Iterator[Callable[[Progress], None]]:
     """Show a progress line in a terminal, with notes above it; yield the callback, which also collects the notes."""
     console = build_console(stderr=True)
     visible = console.is_terminal and printer.as_text
@@ -239,8 +256,8 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def silence_logging() -> Iterator[None]:
-    """Keep logging from printing the notes of a survey a second time."""
+def _silence_logging() -> Iterator[None]:
+    """Keep logging from printing the notes of a run a second time."""
     logger, handler = logging.getLogger("regard.survey"), logging.NullHandler()
     logger.addHandler(handler)
     try:
@@ -305,24 +322,18 @@ def verify(
         bool, typer.Option("--effects", help="Attribute the divergence to the heads: about 9 times the work.")
     ] = False,
     resume: ResumeOption = None,
-    options: CorpusOptions,
+    options: RunOptions,
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
     """Run documents with a policy and without, and compare the predictions. Exits with 1 if the policy fails."""
     printer = Printer(as_json)
-    if output is not None:
-        check_output(output, "policy verify")
+    check_output(output, "policy verify", show)
     from regard.policy import CachePolicy
 
     loaded, run = CachePolicy.load(policy), as_keywords(options)
-    try:
-        with show_progress(printer, model, []) as progress, silence_logging():
-            result = loaded.verify(
-                model, corpus, resume, bound=bound, effects=effects, progress=progress, **run
-            )
-    except KeyboardInterrupt:
-        return _stop(printer, resume)
+    with show_progress(printer, model, [], _suggest_resume(resume)) as progress:
+        result = loaded.verify(model, corpus, resume, bound=bound, effects=effects, progress=progress, **run)
     printer.print(str(result))
     if output is not None:
         save_page(printer, result.page(), output, show, result.summary)
@@ -340,8 +351,11 @@ def tighten(
     ],
     *,
     bound: BoundOption = 0.01,
+    max_rounds: Annotated[
+        int, typer.Option("--max-rounds", metavar="N", min=1, help="Number of times that heads are widened.")
+    ] = 16,
     resume: ResumeOption = None,
-    options: CorpusOptions,
+    options: RunOptions,
     as_json: JsonOption = False,
 ) -> int:
     """Widen the heads that are responsible for what a policy costs, until it holds."""
@@ -350,11 +364,8 @@ def tighten(
     from regard.policy import CachePolicy
 
     loaded, run = CachePolicy.load(policy), as_keywords(options)
-    try:
-        with show_progress(printer, model, []) as progress, silence_logging():
-            result = loaded.tighten(bound, model, corpus, resume, progress=progress, **run)
-    except KeyboardInterrupt:
-        return _stop(printer, resume)
+    with show_progress(printer, model, [], _suggest_resume(resume)) as progress:
+        result = loaded.tighten(bound, model, corpus, resume, max_rounds=max_rounds, progress=progress, **run)
     result.save(output)
     printer.record({"policy": str(output), **result.about["tightened"]})
     for change in result.about["tightened"]["changes"]:
@@ -367,7 +378,5 @@ def tighten(
     return 0
 
 
-def _stop(printer: Printer, resume: Path | None) -> int:
-    hint = "Pass --resume DIR to be able to resume." if resume is None else "Run the same command to resume."
-    printer.warn(f"Interrupted. {hint}")
-    return INTERRUPTED
+def _suggest_resume(resume: Path | None) -> str:
+    return "Pass --resume DIR to be able to resume." if resume is None else "Run the same command to resume."

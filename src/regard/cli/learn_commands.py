@@ -78,9 +78,11 @@ def explore(
 
     explorer = getattr(explore, name)
     inputs: dict[str, Any] = {}
-    if file is not None or causal or head is not None:
+    if file is not None or head is not None:
         loaded = _load_inputs(file, head, causal, "explore")
         inputs = {key: value for key, value in loaded.items() if value is not None}
+    elif causal:  # over the page's own example; in that of geometry, the query follows the keys
+        inputs = {"mask": causal_mask(align="lower_right" if name == "geometry" else None)}
     parameters = inspect.signature(explorer).parameters
     unsupported = [key for key in inputs if key not in parameters and key != "value"]
     if unsupported or (inputs and "query" not in parameters):
@@ -296,7 +298,7 @@ def _check_class(printer: Printer, folder: Path, number: int | None, timeout: fl
     if not folder.is_dir():
         raise ArgumentError(
             "exercise",
-            received=f"--class {str(folder)!r}, which is no folder",
+            received=f"--class {str(folder)!r}, which is not a folder",
             expected="a folder with the files of the class",
             hint="Put files such as ana-exercise-3.py into it.",
         )

@@ -12,11 +12,12 @@ import typer
 from regard.cli.files import read_text
 from regard.cli.model_commands import record_run, warn_if_truncated
 from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions
-from regard.cli.output import Printer, check_output, save_file, save_page, shorten_path, style_text
+from regard.cli.output import Printer, check_output, save_file, save_page, style_text
 from regard.errors import ArgumentError, NotCapturedError
 from regard.models import load
 from regard.models.model_inputs import GeneratedText, ModelInputs, prepare_generation, prepare_inputs
 from regard.models.model_inputs import generate as generate_tokens
+from regard.pages.html import shorten_path
 from regard.types import Array
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _run(
 ) -> tuple[LookRun, dict[str, Any]]:
     """Load the model and run it; return the run, and the facts about it for --json."""
     with printer.progress(f"Loading {Path(model).name}"):
-        loaded = load(model, trust_remote_code=options.trust, dtype=options.dtype, part="whole")
+        loaded = load(model, trust_remote_code=options.trust_remote_code, dtype=options.dtype, part="whole")
         inputs = prepare_inputs(loaded, *media, options.max_tokens)
         if num_generated is not None:
             prepare_generation(inputs, num_generated)
@@ -209,7 +210,7 @@ def _find_words(run: LookRun) -> Table | None:
     if not heads or not is_whole or generated is None or seconds is None or mask is None:
         return None
     call = run.recording.calls(cross_attention[0])[0]
-    # The last token of the prompt reads the sound of the first word, so it is aligned, too.
+    # The last token of the prompt reads the sound of the first word, so that token is aligned as well.
     num_frames, prompt = call.shape[-1], generated.num_given - 1
     alignment = run.recording.align(
         generated.ids[:, prompt:],

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from regard.cli.files import read_text
-from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions, WeightDtype
-from regard.cli.output import NUMBER_STYLE, Printer, check_output, save_page, shorten_path, style_text
+from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions
+from regard.cli.output import NUMBER_STYLE, Printer, check_output, save_page, style_text
 from regard.errors import ArgumentError, NotCapturedError
 from regard.findings import Finding, Severity
+from regard.jobs.options import WeightDtype
 from regard.models import EncodedText, LoadedModel, load
+from regard.pages.html import shorten_path
 
 if TYPE_CHECKING:
     from regard.lens.recording import Recording
@@ -113,10 +115,6 @@ def heads(
 ) -> int:
     """Print the measures of each head of a model on a text, such as entropy, distance and induction."""
     printer = Printer(as_json, as_csv)
-    if printer.as_csv and printer.as_json:
-        raise ArgumentError(
-            "heads", received="--csv and --json", expected="at most one of them", hint="Omit one."
-        )
     if by is not None and by not in COLUMNS:  # checked before the model runs
         raise ArgumentError(
             "heads", received=f"--by {by}", expected=f"one of {', '.join(COLUMNS)}", hint="Check the name."
@@ -152,7 +150,6 @@ def run_model(
 ) -> ModelRun:
     """Load the model, encode the text, and run the model on it under the lens, with values if requested."""
     loaded, text = load_model(printer, model, options, command)
-    warn_if_truncated(printer, text, options.max_tokens)
 
     def run_chunks(advance: Callable[[], None]) -> str:
         for _ in loaded.forward_chunks(text):
@@ -180,10 +177,11 @@ def load_model(
     """Load the model and encode the text."""
     content = read_text(options.text, options.file, command)
     with printer.progress(f"Loading {Path(model).name}"):
-        loaded = load(model, trust_remote_code=options.trust, dtype=options.dtype)
+        loaded = load(model, trust_remote_code=options.trust_remote_code, dtype=options.dtype)
         text = loaded.encode(content, options.max_tokens)
     for note in loaded.notes:
         printer.warn(note)
+    warn_if_truncated(printer, text, options.max_tokens)
     return loaded, text
 
 
@@ -296,8 +294,7 @@ def effects(
 ) -> int:
     """Measure how much an answer depends on each head of a model: how its logit changes without the head."""
     printer = Printer(as_json)
-    if output is not None:
-        check_output(output, "effects")
+    check_output(output, "effects", show)
     loaded, text = load_model(printer, model, options, "effects")
     from regard.interventions import effects, logit_difference
 
@@ -318,6 +315,7 @@ def effects(
         "model": {"name": loaded.name, **loaded.info},
         "notes": list(loaded.notes),
         "tokens": len(text),
+        "text_tokens": text.full_length,
         "metric": table.metric,
         "edit": table.edit,
         "clean": table.clean,
@@ -335,8 +333,7 @@ def effects(
     if output is None:
         printer.record(record)
         return 0
-    title = f"What each head of {shorten_path(model)} is worth"
-    save_page(printer, table.page(title), output, show, record)
+    save_page(printer, table.page(f"Effect of each head of {shorten_path(model)}"), output, show, record)
     return 0
 
 

@@ -7,14 +7,11 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from regard.jobs.options import RunOptions
-
-# The dtypes that a model's weights can be converted to; "auto" leaves them as stored.
-WeightDtype = Literal["float32", "bfloat16", "float16", "auto"]
+from regard.jobs.options import RunOptions, WeightDtype
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 OpenOption = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
@@ -39,10 +36,9 @@ ModelName = Annotated[
         metavar="MODEL", show_default=False, help="A folder, a name on the Hub, or module:function."
     ),
 ]
-TrustOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run code that comes with the model. Read that code first."),
-]
+TRUST_OPTION = typer.Option(
+    "--trust-remote-code", help="Run code that comes with the model. Read that code first."
+)
 
 
 @dataclass(frozen=True)
@@ -72,46 +68,32 @@ class TextOptions:
             "--dtype", help="Dtype of the weights. Default: float32; with module:function, unchanged."
         ),
     ] = None
-    trust: TrustOption = False
+    trust_remote_code: Annotated[bool, TRUST_OPTION] = False
 
 
-@dataclass(frozen=True)
-class CorpusOptions:
-    """The options of a command that runs a model over a corpus, by the names that `RunOptions` has for them."""
-
-    max_tokens: Annotated[
-        int,
-        typer.Option("--max-tokens", metavar="N", min=1, help="Truncate each document to this many tokens."),
-    ] = RunOptions.max_tokens
-    workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="Number of processes, each with a model.")
-    ] = RunOptions.workers
-    executor: Annotated[
-        Literal["local", "ray"],
-        typer.Option("--executor", help="Where workers run; ray for several machines."),
-    ] = "local"
-    text_field: Annotated[
-        str, typer.Option("--text-field", metavar="NAME", help="Field or column that holds the text.")
-    ] = RunOptions.text_field
-    name_field: Annotated[
-        str | None,
-        typer.Option("--name-field", metavar="NAME", help="Field or column that holds a document's name."),
-    ] = None
-    shard_size: Annotated[
-        int,
-        typer.Option(
-            "--shard-size", metavar="N", min=1, help="Number of documents that are committed together."
-        ),
-    ] = RunOptions.shard_size
-    timeout: Annotated[
-        float,
-        typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for a document."),
-    ] = RunOptions.timeout
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="Device to run on, e.g. cuda:0.")
-    ] = None
-    dtype: Annotated[WeightDtype, typer.Option("--dtype", help="Dtype of the weights.")] = "float32"
-    trust_remote_code: TrustOption = False
+# The fields of `RunOptions` as options of a command that runs a model over a corpus.
+RUN_OPTIONS: dict[str, Any] = {
+    "max_tokens": typer.Option(
+        "--max-tokens", metavar="N", min=1, help="Truncate each document to this many tokens."
+    ),
+    "workers": typer.Option("--workers", metavar="N", min=1, help="Number of processes, each with a model."),
+    "executor": typer.Option("--executor", help="Where workers run; ray for several machines."),
+    "text_field": typer.Option("--text-field", metavar="NAME", help="Field or column that holds the text."),
+    "name_field": typer.Option(
+        "--name-field", metavar="NAME", help="Field or column that holds a document's name."
+    ),
+    "shard_size": typer.Option(
+        "--shard-size", metavar="N", min=1, help="Number of documents that are committed together."
+    ),
+    "timeout": typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for a document."),
+    "max_bytes": typer.Option(
+        "--max-bytes", metavar="N", min=1, help="Quarantine documents with more bytes."
+    ),
+    "device": typer.Option("--device", metavar="DEVICE", help="Device to run on, e.g. cuda:0."),
+    "dtype": typer.Option("--dtype", help="Dtype of the weights."),
+    "threads": typer.Option("--threads", metavar="N", min=1, help="Number of torch threads of each process."),
+    "trust_remote_code": TRUST_OPTION,
+}
 
 
 def take_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -131,10 +113,15 @@ def take_options(command: Callable[..., int]) -> Callable[..., int]:
         if name not in groups:
             add(name, parameter.default, hints[name])
             continue
-        own = get_type_hints(groups[name], include_extras=True)
-        for field in fields(groups[name]):
+        group = groups[name]
+        # Of its constructor: a public class names another module than the one with its annotations.
+        own = get_type_hints(group.__init__, include_extras=True)
+        for field in fields(group):
             default = inspect.Parameter.empty if field.default is MISSING else field.default
-            add(field.name, default, own[field.name])
+            hint = own[field.name]
+            add(
+                field.name, default, Annotated[hint, RUN_OPTIONS[field.name]] if group is RunOptions else hint
+            )
 
     @functools.wraps(command)
     def run(**given: Any) -> int:

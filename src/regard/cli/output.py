@@ -23,6 +23,7 @@ from regard.render.table import Alignment, format_bytes, format_cell, format_tab
 from regard.render.text import escape_unprintable
 
 NUMBER_STYLE = "cyan"
+INTERRUPTED = 130  # exit code
 
 
 class Printer:
@@ -33,6 +34,10 @@ class Printer:
     """
 
     def __init__(self, as_json: bool = False, as_csv: bool = False) -> None:
+        if as_json and as_csv:
+            raise ArgumentError(
+                "--csv", received="--csv and --json", expected="at most one of them", hint="Omit one."
+            )
         self.as_json, self.as_csv = as_json, as_csv
 
     @property
@@ -196,13 +201,17 @@ def to_json(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def shorten_path(model: str) -> str:
-    """Return the end of a model's path: pages are shared, so their titles do not have the whole."""
-    return escape_unprintable("/".join(Path(model).parts[-2:]).strip("/"))
-
-
-def check_output(output: Path, operation: str) -> None:
-    """Raise an `ArgumentError` if a page cannot be written to a path, before any work is done."""
+def check_output(output: Path | None, operation: str, show: bool = False) -> None:
+    """Raise an `ArgumentError` if a page cannot be written to a path, or shown, before any work is done."""
+    if output is None:
+        if show:
+            raise ArgumentError(
+                operation,
+                received="--open without -o",
+                expected="a page to open",
+                hint="Add the file to write: -o page.html.",
+            )
+        return
     missing = not output.parent.is_dir()
     if missing or output.is_dir():
         raise ArgumentError(

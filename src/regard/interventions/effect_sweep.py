@@ -150,7 +150,7 @@ class EffectTable(Table):
     metric: str = ""
     edit: str = ""
 
-    def page(self, title: str = "What each head is worth") -> Page:
+    def page(self, title: str = "Effect of each head") -> Page:
         """Build a page with the effects as a grid of layers × heads: one file that needs neither server nor network.
 
         Args:

@@ -2,7 +2,7 @@
 
 `driver.run_job` runs and resumes a job; `regard.survey` and `regard.policy` define what is measured, by a `ModelSpec`
 and a `ModelRunner`. Nothing here is public: `RunOptions`, `Progress` and `SurveyError` are exported by `regard.survey`.
-May import `regard.lens`, `regard.models` and everything below them.
+May import `regard.models` and everything below it.
 
 Design notes:
 - A worker writes a shard beside its final path, flushes it and reads it back. The driver alone renames it and appends

@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -57,16 +59,6 @@ class Shard(NamedTuple):
     number: int
     ranges: tuple[FileRange, ...]
 
-    def dumps(self) -> str:
-        """Serialize to one line of JSON."""
-        return json.dumps([self.number, self.ranges])
-
-    @classmethod
-    def loads(cls, line: str) -> Shard:
-        """Parse the output of `dumps`."""
-        number, ranges = json.loads(line)
-        return cls(number, tuple(FileRange(*fields) for fields in ranges))
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -79,6 +71,7 @@ class Corpus:
         shard_size: Approximate number of documents in a shard.
         max_bytes: Documents with more bytes are rejected.
         prompt_field: Field or column that holds the prompt that a text answers, if there is one.
+        operation: The function that reads the corpus, as errors name it.
 
     >>> Corpus("pages/*.txt").root
     'pages'
@@ -90,6 +83,7 @@ class Corpus:
     shard_size: int = 64
     max_bytes: int = 1 << 24
     prompt_field: str | None = None
+    operation: str = "survey.run"
 
     def __reduce__(self) -> Any:
         """Pickle the settings only; the file listing stays with the driver."""
@@ -109,13 +103,19 @@ class Corpus:
     def _pattern(self) -> str:
         return self.path[len(self.root) :].lstrip("/")
 
-    def includes(self, folder: Path) -> bool:
-        """Return whether the corpus would read files that a survey writes to a local directory."""
-        root = Path(self.root).expanduser().resolve()
-        if "://" in self.root or not folder.resolve().is_relative_to(root) or root.is_file():
+    def includes(self, path: Path) -> bool:
+        """Return whether the corpus would read a local file, if there were one at this path."""
+        if "://" in self.root and not self.root.startswith("file://"):
             return False
-        name = (folder.resolve().relative_to(root) / "shard-000000.parquet").as_posix()
-        return not self._pattern or _matches(name, self._pattern)
+        root, file = Path(self._filesystem[1]).resolve(), path.resolve()
+        if root.is_file() or not file.is_relative_to(root):
+            return False
+        return self._selects(file.relative_to(root).as_posix())
+
+    def _selects(self, name: str) -> bool:
+        """Return whether a file below the root belongs to the corpus."""
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        return not is_hidden and (not self._pattern or _matches(name, self._pattern))
 
     @cached_property
     def _filesystem(self) -> tuple[fs.FileSystem, str]:
@@ -143,9 +143,7 @@ class Corpus:
             )
         entries = filesystem.get_file_info(fs.FileSelector(base, recursive=True))
         files = [(entry.path[len(base) :].lstrip("/"), int(entry.size)) for entry in entries if entry.is_file]
-        files = [(name, size) for name, size in files if not any(p[0] == "." for p in name.split("/"))]
-        if self._pattern:
-            files = [(name, size) for name, size in files if _matches(name, self._pattern)]
+        files = [(name, size) for name, size in files if self._selects(name)]
         if not files:
             raise self._error(
                 "which contains no files", "Pass a directory with files, or a pattern that matches some."
@@ -154,18 +152,18 @@ class Corpus:
 
     def _error(self, problem: str, hint: str) -> ArgumentError:
         return ArgumentError(
-            "survey.run",
+            self.operation,
             received=f"the corpus {self.path!r}, {problem}",
             expected="text files, JSON lines (.jsonl) or Parquet",
             hint=hint,
         )
 
     def compute_fingerprint(self) -> dict[str, Any]:
-        """Return the facts that must not change between the runs of a survey: files, sizes and the split."""
+        """Return the facts that must not change when a run is resumed: files, sizes and the split."""
         digest = hashlib.sha256()
         for name, size in self.files:
             digest.update(f"{name}\0{size}\n".encode())
-        settings = {key: value for key, value in asdict(self).items() if key != "path"}
+        settings = {key: value for key, value in asdict(self).items() if key not in ("path", "operation")}
         return {"files": len(self.files), "bytes": sum(size for _, size in self.files), **settings,
                 "line_bytes": self._line_bytes, "sha256": digest.hexdigest()}  # fmt: skip
 
@@ -211,8 +209,13 @@ class Corpus:
         """The approximate length of a line."""
         for name, size in self.files:
             if size and _detect_format(name or self.path) == ("lines", False):
-                with self._filesystem[0].open_input_file(self._full_path(name)) as file:
-                    block = bytes(file.read(SAMPLE_BYTES))
+                try:
+                    with self._filesystem[0].open_input_file(self._full_path(name)) as file:
+                        block = bytes(file.read(SAMPLE_BYTES))
+                except OSError as error:
+                    if not self._is_unreadable(error):
+                        raise
+                    continue
                 return max(64, len(block) // max(1, block.count(b"\n")))
         return DEFAULT_LINE_BYTES
 
@@ -225,7 +228,7 @@ class Corpus:
                 table = parquet.ParquetFile(file)
                 columns, rows = table.schema_arrow.names, int(table.metadata.num_rows)
         except (ArrowInvalid, UnicodeDecodeError, OSError) as error:
-            if not self._is_damaged(error):
+            if not self._is_unreadable(error):
                 raise
             raise self._error(
                 f"whose {name or 'file'} is not valid Parquet ({error})", "Repair the file or remove it."
@@ -261,39 +264,43 @@ class Corpus:
             with self._filesystem[0].open_input_stream(path, compression="detect") as file:
                 data = read_up_to(file, self.max_bytes + 1)
         except (OSError, ValueError) as error:
-            if not isinstance(error, FileNotFoundError | PermissionError) and not self._is_damaged(error):
+            if not self._is_unreadable(error):
                 raise
             yield CorpusDocument(name, problem=("unreadable", _first_line(error)))
         else:
             yield self._build_document(name, data, None)
 
-    def _is_damaged(self, error: Exception) -> bool:
-        """Return whether an error of pyarrow says that a file is damaged; a failing disk or network is not the file."""
+    def _is_unreadable(self, error: Exception) -> bool:
+        """Return whether an error is about one file: it is missing, closed to us or damaged.
+
+        A disk or a network that fails is not the fault of a file.
+        """
         from pyarrow import ArrowInvalid
 
-        is_local = self._filesystem[0].type_name == "local"
         # A name of a column that is not UTF-8 is decoded by pyarrow itself.
-        return isinstance(error, ArrowInvalid | UnicodeDecodeError) or (
-            is_local and isinstance(error, OSError) and error.errno is None
-        )
+        if isinstance(error, FileNotFoundError | PermissionError | ArrowInvalid | UnicodeDecodeError):
+            return True
+        is_local = self._filesystem[0].type_name == "local"
+        return is_local and isinstance(error, OSError) and error.errno is None
 
     def _read_lines(self, file_range: FileRange, name: str) -> Iterator[CorpusDocument]:
         filesystem, path = self._filesystem[0], self._full_path(file_range.path)
-        if file_range.stop < 0:
-            file, start, stop = filesystem.open_input_stream(path, compression="detect"), 0, 1 << 62
-        else:
-            file, start, stop = filesystem.open_input_file(path), file_range.start, file_range.stop
+        start, stop = file_range.start, file_range.stop
         end = start  # of the last line that was read
-        with file:
-            try:
+        try:
+            if stop < 0:
+                file, stop = filesystem.open_input_stream(path, compression="detect"), 1 << 62
+            else:
+                file = filesystem.open_input_file(path)
+            with file:
                 for offset, line in iter_lines(file, start, stop, self.max_bytes):
                     yield self._parse_line(f"{name}@{offset}", line)
                     end = offset + 1
-            except (OSError, ValueError) as error:
-                if not self._is_damaged(error):
-                    raise
-                problem = "unreadable", f"the rest of the file is damaged: {_first_line(error)}"
-                yield CorpusDocument(f"{name}@{end}", problem=problem)
+        except (OSError, ValueError) as error:
+            if not self._is_unreadable(error):
+                raise
+            problem = "unreadable", f"the rest of the file cannot be read: {_first_line(error)}"
+            yield CorpusDocument(f"{name}@{end}", problem=problem)
 
     def _parse_line(self, name: str, line: bytes | None) -> CorpusDocument:
         if line is None:
@@ -319,35 +326,31 @@ class Corpus:
 
         fields = (self.text_field, self.name_field, self.prompt_field)
         columns = list(dict.fromkeys(field for field in fields if field))
-        with self._filesystem[0].open_input_file(self._full_path(file_range.path)) as file:
-            table = parquet.ParquetFile(file)
-            first, groups, offset = None, [], 0
-            for group in range(table.num_row_groups):
-                rows = table.metadata.row_group(group).num_rows
-                if offset < file_range.stop and offset + rows > file_range.start:
-                    groups.append(group)
-                    first = offset if first is None else first
-                offset += rows
-            offset = first or 0
-            batches = table.iter_batches(256, row_groups=groups, columns=columns)
-            while offset < file_range.stop:
-                try:
-                    batch = next(batches, None)
-                except (OSError, ValueError) as error:
-                    if not self._is_damaged(error):
-                        raise
-                    problem = "unreadable", f"the row is damaged: {_first_line(error)}"
-                    lost = range(max(file_range.start, offset), file_range.stop)
-                    yield from (CorpusDocument(f"{name}@{row}", problem=problem) for row in lost)
-                    return
-                if batch is None:
-                    return
-                low, high = max(file_range.start - offset, 0), min(file_range.stop - offset, len(batch))
-                for row in range(low, high):
-                    found = {column: _read_value(batch.column(column)[row]) for column in columns}
-                    values = (found[field] if field else None for field in fields)
-                    yield self._build_document(f"{name}@{offset + row}", *values)
-                offset += len(batch)
+        start, stop = file_range.start, file_range.stop
+        end = start  # of the last row that was read
+        try:
+            with self._filesystem[0].open_input_file(self._full_path(file_range.path)) as file:
+                table = parquet.ParquetFile(file)
+                sizes = [table.metadata.row_group(group).num_rows for group in range(table.num_row_groups)]
+                offsets = np.cumsum([0, *sizes]).tolist()
+                groups = [
+                    g for g, size in enumerate(sizes) if offsets[g] < stop and offsets[g] + size > start
+                ]
+                offset = offsets[groups[0]] if groups else stop
+                for batch in table.iter_batches(256, row_groups=groups, columns=columns):
+                    for row in range(max(start - offset, 0), min(stop - offset, len(batch))):
+                        found = {column: _read_value(batch.column(column)[row]) for column in columns}
+                        values = (found[field] if field else None for field in fields)
+                        yield self._build_document(f"{name}@{offset + row}", *values)
+                        end = offset + row + 1
+                    offset += len(batch)
+                    if offset >= stop:
+                        break
+        except (OSError, ValueError) as error:
+            if not self._is_unreadable(error):
+                raise
+            problem = "unreadable", f"the row cannot be read: {_first_line(error)}"
+            yield from (CorpusDocument(f"{name}@{row}", problem=problem) for row in range(end, stop))
 
     def _build_document(self, document_id: str, text: Any, name: Any, prompt: Any = None) -> CorpusDocument:
         problem = None

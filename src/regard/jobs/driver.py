@@ -6,6 +6,7 @@ Workers are threads of this process with a worker process each, or actors of Ray
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import pickle
@@ -18,9 +19,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, RegardError
 from regard.jobs.corpus import Corpus, Shard
-from regard.jobs.manifest import Manifest
+from regard.jobs.manifest import LOCK_FILE, MANIFEST_FILE, SETTINGS_FILE, Manifest
 from regard.jobs.model_runner import ModelInfo, ModelSpec
 from regard.jobs.shards import (
     SCHEMA_VERSION,
@@ -29,6 +30,7 @@ from regard.jobs.shards import (
     ShardResult,
     ShardWorker,
     build_write_error,
+    format_shard_name,
 )
 from regard.jobs.worker import SurveyError, WorkerClient, format_python_path
 
@@ -39,7 +41,7 @@ INTERVAL = 0.1
 
 
 class Progress(NamedTuple):
-    """How far a survey is. Counts include the shards committed by earlier runs.
+    """How far a run is. Counts include the shards committed by earlier runs.
 
     Attributes:
         documents: Documents measured.
@@ -65,7 +67,7 @@ class Progress(NamedTuple):
 
 
 class ProgressTracker:
-    """The counts of a survey, updated from several threads and passed to a callback."""
+    """The counts of a run, updated from several threads and passed to a callback."""
 
     def __init__(
         self,
@@ -198,11 +200,9 @@ class RayExecutor:
     """
 
     def __init__(self, workers: int) -> None:
-        try:
-            import ray
-            import ray.data
-        except ImportError as error:
-            raise ImportError("survey.run: ray is not installed. pip install 'regard[survey]'") from error
+        import ray
+        import ray.data
+
         self.workers, self._ray, self._started = workers, ray, False
 
     def __enter__(self) -> RayExecutor:
@@ -218,18 +218,18 @@ class RayExecutor:
     def describe_model(self, spec: ModelSpec) -> ModelInfo:
         """Load the model on a machine of the cluster and return its properties."""
 
-        def describe(spec: ModelSpec) -> ModelInfo | SurveyError:
+        def describe(spec: ModelSpec) -> ModelInfo | RegardError:
             client = WorkerClient(spec)
             try:
                 return client.describe()
-            except SurveyError as error:
+            except RegardError as error:
                 return error
             finally:
                 client.close()
 
         remote = self._ray.remote(max_retries=0, **get_worker_resources(spec.options.device))(describe)
-        info: ModelInfo | SurveyError = self._ray.get(remote.remote(spec))
-        if isinstance(info, SurveyError):
+        info: ModelInfo | RegardError = self._ray.get(remote.remote(spec))
+        if isinstance(info, RegardError):
             raise info
         return info
 
@@ -238,7 +238,8 @@ class RayExecutor:
     ) -> Generator[ShardResult | SurveyError, None, None]:
         """Yield the result of every shard, in the order in which they finish."""
         ray_data = self._ray.data
-        items = [{"shard": shard.dumps()} for shard in shards]
+        items = [{"shard": pickle.dumps(shard)} for shard in shards]
+        counted: set[int] = set()
         with silence_ray_data(ray_data):
             batches = ray_data.from_items(items, override_num_blocks=len(items)).map_batches(
                 ShardActor,
@@ -251,14 +252,15 @@ class RayExecutor:
             for batch in batches.iter_batches(batch_size=None, prefetch_batches=0):
                 for data in batch["result"]:
                     result: ShardResult | SurveyError = pickle.loads(data)
-                    if isinstance(result, ShardResult):
+                    if isinstance(result, ShardResult) and result.shard not in counted:
+                        counted.add(result.shard)
                         on_progress(result.documents, result.tokens, len(result.quarantined))
                     yield result
 
 
 @contextlib.contextmanager
 def silence_ray_data(ray_data: Any) -> Iterator[None]:
-    """Turn off the progress bars and messages of Ray Data; the survey has its own display."""
+    """Turn off the progress bars and messages of Ray Data; a run has its own display."""
     context, log = ray_data.DataContext.get_current(), logging.getLogger("ray.data")
     before = context.enable_progress_bars, context.print_on_execution_start, log.level
     context.enable_progress_bars = context.print_on_execution_start = False
@@ -295,7 +297,7 @@ class ShardActor:
         self.worker = ShardWorker(job)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        results = [self.worker(Shard.loads(str(line))) for line in batch["shard"]]
+        results = [self.worker(pickle.loads(data)) for data in batch["shard"]]
         return {"result": [pickle.dumps(result) for result in results]}
 
 
@@ -307,12 +309,12 @@ def get_worker_resources(device: str | None) -> dict[str, float]:
 EXECUTORS: dict[str, type[LocalExecutor] | type[RayExecutor]] = {"local": LocalExecutor, "ray": RayExecutor}
 
 
-def require_pyarrow(operation: str) -> None:
-    """Raise an ImportError that names the extra if pyarrow is not installed."""
+def require_package(operation: str, name: str) -> None:
+    """Raise an ImportError that names the extra if pyarrow or ray is not installed."""
     try:
-        import pyarrow  # noqa: F401
+        importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f"{operation}: pyarrow is not installed. pip install 'regard[survey]'") from error
+        raise ImportError(f"{operation}: {name} is not installed. pip install 'regard[survey]'") from error
 
 
 def run_job(
@@ -324,23 +326,26 @@ def run_job(
     progress: Callable[[Progress], None] | None,
 ) -> None:
     """Run a job, or what is left of it, until every shard is committed."""
-    options = spec.options
+    operation, options = spec.operation, spec.options
     if options.executor not in EXECUTORS:
         raise ArgumentError(
-            "survey.run",
+            operation,
             received=f"executor {options.executor!r}",
             expected=" or ".join(map(repr, EXECUTORS)),
             hint='"local" needs only this machine.',
         )
-    if corpus.includes(out):
+    if options.executor == "ray":
+        require_package(operation, "ray")
+    written = (SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE, format_shard_name(0))
+    if any(corpus.includes(out / name) for name in written):
         raise ArgumentError(
-            "survey.run",
+            operation,
             received=f"out {str(out)!r} inside the corpus {corpus.path!r}",
             expected="a directory whose files are not part of the corpus",
             hint="Write to another directory, or pass a pattern for the documents: 'texts/*.txt'.",
         )
     executor = EXECUTORS[options.executor](options.workers)
-    with Manifest(out) as manifest, executor:
+    with Manifest(out, operation) as manifest, executor:
         total = sum(1 for _ in corpus.iter_shards())
         info = executor.describe_model(spec)
         manifest.write_settings(
@@ -372,11 +377,15 @@ def run_job(
         # Closed in any case, so that no worker writes while the lock is released.
         with contextlib.closing(executor.run(job, remaining, tracker.add)) as results:
             for result in results:
-                _commit(result, manifest, done, tracker)
+                _commit(result, operation, manifest, done, tracker)
 
 
 def _commit(
-    result: ShardResult | SurveyError, manifest: Manifest, done: set[int], tracker: ProgressTracker
+    result: ShardResult | SurveyError,
+    operation: str,
+    manifest: Manifest,
+    done: set[int],
+    tracker: ProgressTracker,
 ) -> None:
     """Commit a shard, unless it is committed already: an executor may rerun a finished shard."""
     if isinstance(result, SurveyError):
@@ -387,6 +396,6 @@ def _commit(
     try:
         manifest.commit(result)
     except OSError as error:
-        raise build_write_error(result.shard, error) from error
+        raise build_write_error(operation, result.shard, error) from error
     done.add(result.shard)
     tracker.add_shard()

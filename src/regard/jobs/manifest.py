@@ -1,4 +1,4 @@
-"""The directory of a survey: a lock for one driver at a time, fixed settings, and a manifest of committed shards.
+"""The directory of a run: a lock for one driver at a time, fixed settings, and a manifest of committed shards.
 
 A shard is committed once the manifest lists it. The manifest is an append-only file of JSON lines, each with a checksum
 of its own; the last entry of a shard is the valid one. Only the driver that holds the lock renames files and appends.
@@ -34,10 +34,10 @@ Entry = dict[str, Any]
 
 
 class Manifest:
-    """The directory of a survey while a driver holds its lock."""
+    """The directory of a run while a driver holds its lock."""
 
-    def __init__(self, out: Path) -> None:
-        self.out, self.run = out, secrets.token_hex(8)
+    def __init__(self, out: Path, operation: str) -> None:
+        self.out, self.operation, self.run = out, operation, secrets.token_hex(8)
         self._lock: IO[str]
         self._manifest: IO[bytes] | None = None
 
@@ -48,23 +48,23 @@ class Manifest:
             import fcntl
         except ImportError:
             raise SurveyError(
-                "survey.run",
+                self.operation,
                 received="a system without fcntl",
                 expected="a system with file locks",
-                hint="Run the survey on Linux or macOS.",
+                hint="Run it on Linux or macOS.",
             ) from None
         known = {SETTINGS_FILE, MANIFEST_FILE, LOCK_FILE}
         if self.out.exists() and not (self.out / SETTINGS_FILE).exists():
             foreign = [path.name for path in self.out.iterdir() if path.name.split(".tmp-")[0] not in known]
             if foreign:
                 raise ArgumentError(
-                    "survey.run",
-                    received=f"the directory {str(self.out)!r}, which contains {foreign[0]!r} but no survey",
-                    expected="a new directory, an empty one, or one with an unfinished survey",
+                    self.operation,
+                    received=f"the directory {str(self.out)!r}, which contains {foreign[0]!r} but no {SETTINGS_FILE}",
+                    expected="a new directory, an empty one, or that of an unfinished run",
                     hint="Pass another output directory.",
                 )
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.out / LOCK_FILE, "a+")
+        self._lock = open(self.out / LOCK_FILE, "a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -72,7 +72,7 @@ class Manifest:
             owner = self._lock.read().strip() or "another process"
             self._lock.close()
             raise SurveyError(
-                "survey.run",
+                self.operation,
                 received=f"{str(self.out)!r}, which is locked by {owner}",
                 expected="one driver at a time",
                 hint="Wait for that run or stop it, then run the same command again to resume.",
@@ -94,20 +94,20 @@ class Manifest:
     # The settings
 
     def write_settings(self, settings: dict[str, Any]) -> None:
-        """Write the settings of a new survey, or compare them with those of the survey that is resumed."""
+        """Write the settings of a new run, or compare them with those of the run that is resumed."""
         path = self.out / SETTINGS_FILE
         if path.exists():
-            changes = list(find_differences(read_settings(path, "survey.run"), settings))
+            changes = list(find_differences(read_settings(path, self.operation), settings))
             if changes:
                 raise ArgumentError(
-                    "survey.run",
+                    self.operation,
                     received=f"{str(self.out)!r}, started with other settings: " + "; ".join(changes),
                     expected="the settings it was started with, so that its rows can be compared",
-                    hint="Resume with those settings, or start another survey in a new directory.",
+                    hint="Resume with those settings, or start another run in a new directory.",
                 )
             return
         temporary = self.out / f"{SETTINGS_FILE}.tmp-{self.run}"
-        with open(temporary, "x") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             json.dump(settings, file, indent=1, ensure_ascii=False)
             file.write("\n")
             file.flush()
@@ -184,7 +184,7 @@ class Manifest:
 
 
 def read_settings(path: Path, operation: str) -> dict[str, Any]:
-    """Read the settings of a survey."""
+    """Read the settings of a run."""
     problem = "is not a JSON object"
     try:
         settings = json.loads(path.read_text("utf-8"))
@@ -194,8 +194,8 @@ def read_settings(path: Path, operation: str) -> dict[str, Any]:
         raise ArgumentError(
             operation,
             received=f"{str(path)!r}, which {problem}",
-            expected="the settings that a survey wrote",
-            hint="Restore the file from a copy, or start another survey in a new directory.",
+            expected="the settings that a run wrote",
+            hint="Restore the file from a copy, or start another run in a new directory.",
         )
     return settings
 

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class PickledModel(NamedTuple):
     data: bytes
 
     @classmethod
-    def dump(cls, model: object) -> PickledModel:
+    def dump(cls, model: object, operation: str) -> PickledModel:
         """Pickle a `LoadedModel` or a `TextMeasurer`, or raise an `ArgumentError`."""
         own = type(getattr(model, "model", model))
         try:
@@ -63,10 +63,10 @@ class PickledModel(NamedTuple):
             return cls(str(getattr(model, "name", own.__name__)), pickle.dumps(model))
         except Exception as error:  # pickle raises many kinds of errors
             raise ArgumentError(
-                "survey.run",
+                operation,
                 received=f"a model that cannot be pickled for a worker: {' '.join(str(error).split())[:200]}",
                 expected="a name, module:function, or a model that can be pickled",
-                hint="Put a function that builds it in a module, and pass its name: run('my_models:load', …).",
+                hint="Put a function that builds it in a module, and pass its name: 'my_models:load'.",
             ) from None
 
 
@@ -74,6 +74,7 @@ class PickledModel(NamedTuple):
 class ModelSpec:
     """The model to run on every text and how; a kind of job adds what it measures, and builds its runner."""
 
+    operation: ClassVar[str]  # the function that runs the job, as errors name it
     model: str | PickledModel  # a name for `regard.models.load`, or pickled
     options: RunOptions = field(default_factory=RunOptions, kw_only=True)
 
@@ -100,9 +101,9 @@ class ModelSpec:
         raise NotImplementedError
 
 
-def as_source(model: str | Path | LoadedModel | TextMeasurer) -> str | PickledModel:
+def as_source(model: str | Path | LoadedModel | TextMeasurer, operation: str) -> str | PickledModel:
     """Return a model as a `ModelSpec` holds it."""
-    return str(model) if isinstance(model, str | Path) else PickledModel.dump(model)
+    return str(model) if isinstance(model, str | Path) else PickledModel.dump(model, operation)
 
 
 class ModelRunner:

@@ -7,6 +7,9 @@ from typing import Literal, TypedDict
 
 from regard.errors import ArgumentError
 
+# The dtypes that a model's weights can be converted to; "auto" leaves them as stored.
+WeightDtype = Literal["float32", "bfloat16", "float16", "auto"]
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -40,7 +43,7 @@ class RunOptions:
     timeout: float = 600.0
     max_bytes: int = 1 << 24
     device: str | None = None
-    dtype: str = "float32"
+    dtype: WeightDtype = "float32"
     threads: int = 1
     trust_remote_code: bool = False
 
@@ -48,7 +51,7 @@ class RunOptions:
         for name in ("max_tokens", "workers", "shard_size", "threads"):
             if getattr(self, name) < 1:
                 raise ArgumentError(
-                    "survey.run",
+                    "RunOptions",
                     received=f"{name} {getattr(self, name)}",
                     expected="at least 1",
                     hint=f"Omit {name} for the default.",
@@ -72,6 +75,6 @@ class RunKeywords(TypedDict, total=False):
     timeout: float
     max_bytes: int
     device: str | None
-    dtype: str
+    dtype: WeightDtype
     threads: int
     trust_remote_code: bool

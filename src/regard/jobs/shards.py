@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ import numpy as np
 from regard.jobs.corpus import Corpus, CorpusDocument, Shard
 from regard.jobs.model_runner import ModelInfo, ModelSpec
 from regard.jobs.worker import Rejected, SurveyError, WorkerClient
+from regard.types import Array
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,16 +73,18 @@ def build_record_batch(documents: Sequence[RowBatch], schema: pa.Schema) -> pa.R
     arrays = []
     for field in schema:
         values = concatenate(field.name)
-        if pa.types.is_fixed_size_list(field.type):
-            # NaN stands for an undefined value, which is null in the file. Older pyarrow writes no list that is null.
-            flat = values.reshape(-1)
-            flat = pa.array(flat, mask=flat != flat)
-            arrays.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
-        elif pa.types.is_floating(field.type):
-            arrays.append(pa.array(values, mask=values != values))
-        else:
-            arrays.append(pa.array(values, field.type))
+        is_measured = field.name not in ID_COLUMNS
+        arrays.append(build_column(values) if is_measured else pa.array(values, field.type))
     return pa.record_batch(arrays, schema=schema)
+
+
+def build_column(values: Array) -> pa.Array:
+    """Convert numbers, (rows,) or (rows, bins), to an Arrow column; NaN, an undefined value, becomes null."""
+    import pyarrow as pa
+
+    flat = pa.array(values.reshape(-1), mask=(values != values).reshape(-1))
+    # Older pyarrow writes no list that is null, so the numbers in it are.
+    return flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
 def build_footer(shard: int, quarantined: Collection[Mapping[str, str]]) -> dict[str, str]:
@@ -157,7 +160,7 @@ class ShardWorker:
         except SurveyError as error:
             return error
         except OSError as error:
-            return build_write_error(shard.number, error)
+            return build_write_error(self.job.spec.operation, shard.number, error)
 
     def close(self) -> None:
         """Kill the worker process."""
@@ -167,7 +170,7 @@ class ShardWorker:
         for name in ("weights", "tokenizer"):
             if info[name] != self.job.info[name]:
                 raise SurveyError(
-                    "survey.run",
+                    self.job.spec.operation,
                     received=f"a worker whose {name} differ from the driver's",
                     expected="the same model on every machine",
                     hint="Copy the same files to each machine, or pass a path that all machines share.",
@@ -181,7 +184,7 @@ class ShardWorker:
         tokens = rows = 0
         try:
             with ProgressMarker(path, job.run) as marker, ShardFile(path, schema) as file:
-                for document in job.corpus.iter_documents(shard):
+                for document in self._read(shard):
                     ids.update(f"{document.id}\n".encode())
                     columns = marker.update(document.id) or self._measure(document)
                     if isinstance(columns, Rejected):
@@ -211,6 +214,17 @@ class ShardWorker:
             quarantined=quarantined,
         )
 
+    def _read(self, shard: Shard) -> Iterator[CorpusDocument]:
+        try:
+            yield from self.job.corpus.iter_documents(shard)
+        except OSError as error:
+            raise SurveyError(
+                self.job.spec.operation,
+                received=f"shard {shard.number}, whose documents could not be read: {error}",
+                expected="a corpus on a disk or network that works",
+                hint="Run the same command again to resume. Committed shards are kept.",
+            ) from error
+
     def _measure(self, document: CorpusDocument) -> dict[str, Any] | Rejected:
         if document.problem is not None:
             return Rejected(*document.problem)
@@ -219,12 +233,12 @@ class ShardWorker:
     def _check_lock(self) -> None:
         """Refuse to write if a worker has outlived its driver and another run owns the directory."""
         try:
-            owner = (Path(self.job.out) / "lock").read_text()
+            owner = (Path(self.job.out) / "lock").read_text("utf-8")
         except FileNotFoundError:
             owner = ""
         if self.job.run not in owner:
             raise SurveyError(
-                "survey.run",
+                self.job.spec.operation,
                 received="a directory that another run has taken over",
                 expected="one run at a time",
                 hint="Nothing is lost: the other run continues.",
@@ -243,11 +257,11 @@ class ProgressMarker:
         self._lost_at: list[str] = []
         for marker in path.parent.glob(f"{shard}.tmp-{run}-*.at"):
             with contextlib.suppress(OSError):
-                self._lost_at.append(marker.read_text().strip())
+                self._lost_at.append(marker.read_text("utf-8").strip())
         self._path = path.with_name(f"{path.name}.at")
 
     def __enter__(self) -> ProgressMarker:
-        self._file = open(self._path, "w")
+        self._file = open(self._path, "w", encoding="utf-8")
         return self
 
     def update(self, document: str) -> Rejected | None:
@@ -265,10 +279,10 @@ class ProgressMarker:
         self._path.unlink(missing_ok=True)
 
 
-def build_write_error(shard: int, error: OSError) -> SurveyError:
+def build_write_error(operation: str, shard: int, error: OSError) -> SurveyError:
     """Build the error for a shard that could not be written."""
     return SurveyError(
-        "survey.run",
+        operation,
         received=f"shard {shard}, which could not be written: {error}",
         expected="a writable directory with enough free space",
         hint="Free some space, then run the same command again to resume. Committed shards are kept.",

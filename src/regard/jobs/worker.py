@@ -1,6 +1,6 @@
 """The worker process that holds the model, and its client: one text at a time goes in, and its rows come back.
 
-The model runs in a separate process, so that a document that hangs or crashes it does not stop the survey.
+The model runs in a separate process, so that a document that hangs or crashes it does not stop the run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from regard.errors import RegardError
+from regard.errors import ArgumentError, RegardError
 from regard.jobs.model_runner import ModelInfo, ModelSpec, NotFiniteError
 
 
 class SurveyError(RegardError, RuntimeError):
-    """A survey that cannot continue. Committed shards are kept, and the same call resumes the survey."""
+    """A run over a corpus that cannot continue. Committed shards are kept, and the same call resumes the run."""
 
 
 def main(channel: int, parent: int) -> None:
@@ -32,11 +32,13 @@ def main(channel: int, parent: int) -> None:
     _exit_with_parent(parent)
     _prefer_for_oom_kill()
     connection = Connection(channel)
+    spec: ModelSpec = connection.recv()
     try:
-        measurer = connection.recv().load()
+        measurer = spec.load()
         connection.send(("ready", measurer.describe() if connection.recv() else None))
     except Exception as error:  # any failure to load the model is reported to the parent
-        connection.send(("failed", format_error(error)))
+        is_refused = isinstance(error, ArgumentError) and error.operation == spec.operation
+        connection.send(("refused", error) if is_refused else ("failed", format_error(error)))
         return
     while True:
         try:
@@ -169,11 +171,14 @@ class WorkerClient:
             if retry and cause == "SIGKILL":
                 return self._start(describe, retry=False)
             kind, answer = "failed", f"the worker process ended by {cause} before it was ready"
+        if kind == "refused":
+            self.close()
+            raise answer
         if kind == "failed":
             self.close()
             name = getattr(self.spec.model, "name", self.spec.model)
             raise SurveyError(
-                "survey.run",
+                self.spec.operation,
                 received=f"the model {name!r}, which failed to run",
                 expected="a model that can be loaded and run under regard.watch",
                 hint=f"The worker reported: {answer}",
@@ -184,9 +189,9 @@ class WorkerClient:
         if self._stopped:
             self.close()
             raise SurveyError(
-                "survey.run",
+                self.spec.operation,
                 received="a request to a stopped worker",
-                expected="a running survey",
+                expected="one that runs",
                 hint="Run the same command again to resume.",
             )
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,15 @@ def encode_float32(numbers: Array | Sequence[Any]) -> str:
 def csp_hash(text: str) -> str:
     """Return the source expression by which a content security policy allows a script or a style."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii") + "'"
+
+
+def shorten_path(path: str) -> str:
+    """Return the end of a path: pages are shared, so their titles do not have the whole.
+
+    >>> shorten_path("/home/me/models/tiny")
+    'models/tiny'
+    """
+    return escape_unprintable("/".join(Path(path).parts[-2:]).strip("/"))
 
 
 def shorten(text: str) -> str:

@@ -86,9 +86,6 @@ def read_policy(path: Path) -> tuple[list[str], list[list[int | None]], list[lis
     rows, about = record.get("layers"), record.get("about")
     if not isinstance(about, dict) or not isinstance(rows, list) or not rows:
         raise _build_error(path, 'no list "layers" or no object "about"')
-    for size in SIZES:
-        if size in about and not _is_count(about[size], 1):
-            raise _build_error(path, f"a {size} that is not a positive whole number")
     layers: list[str] = []
     windows: list[list[int | None]] = []
     sinks: list[list[int]] = []
@@ -105,14 +102,23 @@ def read_policy(path: Path) -> tuple[list[str], list[list[int | None]], list[lis
         layers.append(row["name"])
         windows.append(row["windows"])
         sinks.append(row["sinks"])
-    heads = about.get("num_heads", len(windows[0]))
-    if heads % len(windows[0]):
-        raise _build_error(path, f"{heads} query heads for {len(windows[0])} kv heads")
+    if fault := find_wrong_size(about, len(windows[0])):
+        raise _build_error(path, fault)
     return layers, windows, sinks, about
 
 
+def find_wrong_size(about: dict[str, Any], num_kv_heads: int) -> str:
+    """Describe a size in the facts about a policy that it cannot have; "" if there is none."""
+    for name in SIZES:
+        if name in about and not _is_count(about[name], 1):
+            return f"a {name} that is not a positive whole number"
+    heads = about.get("num_heads", num_kv_heads)
+    return f"{heads} query heads for {num_kv_heads} kv heads" if heads % num_kv_heads else ""
+
+
 def _is_count(value: object, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= MAX_COUNT
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_whole and minimum <= value <= MAX_COUNT  # type: ignore[operator]
 
 
 def _refuse_constant(name: str) -> Any:

@@ -7,7 +7,7 @@ model passes them by attention alone. A test counts only if the model passes it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -88,6 +88,7 @@ def compare_logits(plain: Tensor, logits: Tensor, ids: Tensor) -> dict[str, floa
 class PolicySpec(ModelSpec):
     """The model that a policy is verified on, and whether the divergence is attributed to the heads."""
 
+    operation: ClassVar[str] = "policy.verify"
     policy: KeptKeys
     effects: bool = False
 

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.errors import ArgumentError, RegardError, describe_argument
+from regard.errors import ArgumentError, describe_argument
 from regard.jobs.corpus import Corpus
-from regard.jobs.driver import Progress, require_pyarrow, run_job
-from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, read_manifest
+from regard.jobs.driver import Progress, require_package, run_job
+from regard.jobs.manifest import MANIFEST_FILE, SETTINGS_FILE, read_manifest, read_settings
 from regard.jobs.model_runner import TextMeasurer, as_source
 from regard.jobs.options import RunKeywords, RunOptions
 from regard.jobs.shards import EVICTION_WINDOWS, RowBatch, column_to_numpy
 from regard.lens.table import Table
 from regard.models import LoadedModel
-from regard.pages.html import Page, build_page, shorten
-from regard.policy.files import change_config, read_policy, write_duo_attention, write_policy
+from regard.pages.html import Page, build_page, shorten, shorten_path
+from regard.policy.files import change_config, find_wrong_size, read_policy, write_duo_attention, write_policy
 from regard.policy.masking import FULL, count_affected_rows
 from regard.policy.model_runner import COLUMNS, DOCUMENT_COLUMNS, WIDENED_SINKS, PolicySpec
 from regard.render.table import format_bytes, format_table
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
-OPERATION = "policy.verify"
+OPERATION = PolicySpec.operation
 # Documents that `Verification.worst` lists by default.
 WORST = 10
 # `tighten` widens a head whose effect is at least this share of the largest in the same round.
@@ -104,6 +104,10 @@ class CachePolicy:
             raise _build_error(f"{sinks.min()} sinks", "0 or more")
         if not all(isinstance(name, str) for name in layers):
             raise _build_error("a layer whose name is not a string", "names of layers")
+        if fault := find_wrong_size(self.about, windows.shape[1]):
+            raise _build_error(
+                f"about with {fault}", "sizes of the model: a multiple of the kv heads as num_heads"
+            )
         for name, array in (("windows", windows), ("sinks", sinks)):
             array.flags.writeable = False
             object.__setattr__(self, name, array)
@@ -262,7 +266,7 @@ class CachePolicy:
             ArgumentError: If an argument is invalid, or the model has other layers or heads than the policy.
             SurveyError: If the run cannot continue: the model does not run, `out` is locked, or the disk is full.
         """
-        require_pyarrow(OPERATION)
+        require_package(OPERATION, "pyarrow")
         if not bound > 0:
             raise ArgumentError(
                 OPERATION,
@@ -272,25 +276,19 @@ class CachePolicy:
             )
         kept = [self.layers, self.windows.tolist(), self.sinks.tolist(), self.num_heads]
         digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
-        try:
-            run = RunOptions(**options)
-            spec = PolicySpec(as_source(model), self, effects, options=run)
-            settings = {
-                "policy": {"sha256": digest},
-                "max_tokens": run.max_tokens,
-                "dtype": run.dtype,
-                "effects": effects,
-            }
-            with tempfile.TemporaryDirectory(prefix="regard-policy-") as temporary:
-                folder = Path(out or temporary).expanduser().absolute()
-                run_job(spec, Corpus(str(corpus), *run.corpus_fields), folder, COLUMNS, settings, progress)
-                return open_verification(self, folder, bound)
-        except RegardError as error:
-            if error.operation != "survey.run":
-                raise
-            raise type(error)(
-                OPERATION, received=error.received, expected=error.expected, hint=error.hint
-            ) from None
+        run = RunOptions(**options)
+        spec = PolicySpec(as_source(model, OPERATION), self, effects, options=run)
+        documents = Corpus(str(corpus), *run.corpus_fields, operation=OPERATION)
+        settings = {
+            "policy": {"sha256": digest},
+            "max_tokens": run.max_tokens,
+            "dtype": run.dtype,
+            "effects": effects,
+        }
+        with tempfile.TemporaryDirectory(prefix="regard-policy-") as temporary:
+            folder = Path(out or temporary).expanduser().absolute()
+            run_job(spec, documents, folder, COLUMNS, settings, progress)
+            return open_verification(self, folder, bound)
 
     def tighten(
         self,
@@ -341,7 +339,8 @@ class CachePolicy:
             "policy.tighten",
             received=f"a policy that still fails after {max_rounds} rounds: {verification.verdict}",
             expected="a bound that holds",
-            hint="Pass a larger bound, or more rounds: max_rounds=64. Finished rounds are not run again.",
+            hint="Pass a larger bound, or more rounds: max_rounds=64."
+            + (" Finished rounds are not run again." if out is not None else ""),
         )
 
     def save(self, path: str | Path) -> Path:
@@ -519,7 +518,7 @@ def _build_error(received: str, expected: str) -> ArgumentError:
 
 def open_verification(policy: CachePolicy, path: Path, bound: float) -> Verification:
     """Read the committed rows of a verification."""
-    settings = json.loads((path / SETTINGS_FILE).read_text())
+    settings = read_settings(path / SETTINGS_FILE, OPERATION)
     committed = read_manifest(path / MANIFEST_FILE)[0]
     entries = [committed[shard] for shard in sorted(committed)]
     quarantined = [document for entry in entries for document in entry["quarantined"]]
@@ -756,9 +755,7 @@ class Verification:
             The page, one HTML file that needs no network.
         """
         if title is None:
-            # Pages are shared, so the title has only the end of a folder's path.
-            name = "/".join(Path(self.settings["model"]["name"]).parts[-2:]).strip("/")
-            title = f"Cache policy of {name}"
+            title = f"Cache policy of {shorten_path(self.settings['model']['name'])}"
         columns = {name: self.heads.column(name) for name in self.heads.columns}
         columns["window"] = [None if window == "full" else int(window) for window in columns["window"]]
         record = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.jobs.driver import require_pyarrow
+from regard.jobs.driver import require_package
 from regard.jobs.manifest import (
     MANIFEST_FILE,
     SETTINGS_FILE,
@@ -19,7 +19,7 @@ from regard.jobs.manifest import (
     read_manifest,
     read_settings,
 )
-from regard.jobs.shards import EVICTION_WINDOWS, SCHEMA_VERSION, build_schema, column_to_numpy
+from regard.jobs.shards import EVICTION_WINDOWS, SCHEMA_VERSION, build_column, build_schema, column_to_numpy
 from regard.jobs.worker import SurveyError
 from regard.pages.html import Page
 from regard.survey.report import SurveyReport, aggregate_rows
@@ -201,10 +201,7 @@ class Survey:
         }
         for name, mean in means.items():
             values = mean.compute()
-            if values.shape[1] == 1:
-                table[name] = pa.array(values[:, 0], mask=values[:, 0] != values[:, 0])
-            else:
-                table[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+            table[name] = build_column(values[:, 0] if values.shape[1] == 1 else values)
         return pa.table(table)
 
     def cache_policy(
@@ -428,7 +425,7 @@ def open(path: str | Path) -> Survey:
         ArgumentError: If the directory holds no survey, or one with another schema version.
         ImportError: If pyarrow is not installed.
     """
-    require_pyarrow("survey.open")
+    require_package("survey.open", "pyarrow")
     path = Path(path).expanduser().absolute()
     if not (path / SETTINGS_FILE).is_file():
         raise ArgumentError(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
 
 from regard.errors import ArgumentError
 from regard.jobs.corpus import Corpus
-from regard.jobs.driver import Progress, require_pyarrow, run_job
+from regard.jobs.driver import Progress, require_package, run_job
 from regard.jobs.model_runner import (
     TRIAL_TEXT,
     ModelInfo,
@@ -70,10 +70,10 @@ def run(
         SurveyError: If the run cannot continue: the model does not run, `out` is locked, or the disk is full.
         ImportError: If pyarrow, or ray with `executor="ray"`, is not installed.
     """
-    require_pyarrow("survey.run")
+    require_package(SurveySpec.operation, "pyarrow")
     selected = _check_measures(measures, has_prompts=prompt_field is not None)
     run = RunOptions(**options)
-    spec = SurveySpec(as_source(model), selected, options=run)
+    spec = SurveySpec(as_source(model, SurveySpec.operation), selected, options=run)
     folder = Path(out).expanduser().absolute()
     documents = Corpus(str(corpus), *run.corpus_fields, prompt_field)
     settings = {
@@ -106,6 +106,7 @@ def _check_measures(measures: Iterable[str] | None, *, has_prompts: bool) -> tup
 class SurveySpec(ModelSpec):
     """The model of a survey, and some of `MEASURES` and `PROMPT_MEASURES`."""
 
+    operation: ClassVar[str] = "survey.run"
     measures: tuple[str, ...] = MEASURES
 
     def build_runner(self, loaded: LoadedModel) -> SurveyRunner:

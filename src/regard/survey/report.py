@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from regard.jobs.shards import column_to_numpy
 from regard.pages.encoding import encode_array
-from regard.pages.html import Page, build_page, shorten
+from regard.pages.html import Page, build_page, shorten, shorten_path
 from regard.render.text import escape_unprintable
 from regard.survey.schema import WINDOWS
 from regard.types import Array, IntArray
@@ -322,9 +321,7 @@ class SurveyReport:
         """Build the page of `Survey.page`."""
         heads, stats, places = self.heads, self.stats, self.windows
         if title is None:
-            # Pages are shared, so the title has only the end of a folder's path.
-            name = "/".join(Path(self.facts["model"]).parts[-2:]).strip("/")
-            title = f"{name} over {self.facts['documents']:,} documents"
+            title = f"{shorten_path(self.facts['model'])} over {self.facts['documents']:,} documents"
         documents: dict[DocumentRef, int] = {}
         modules = dict(zip(heads["layer"].astype(int).tolist(), heads["module"].tolist(), strict=True))
         distances = heads.get("distance_histogram")

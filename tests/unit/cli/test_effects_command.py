@@ -33,9 +33,22 @@ def test_spans_and_pages(run, tmp_path):
     options = ("--answer", "h", "--keys", "7", "--to", "mean", "-o", str(page), "--json")
     record = json.loads(run("effects", INDUCTION, "-t", LINE, *options)[0])
     assert record["edit"] == "its edges to keys 7 were knocked out" and record["page"] == str(page)
-    assert "What each head of" in page.read_text()
+    assert "Effect of each head of" in page.read_text()
     out, _ = run("effects", INDUCTION, "-t", LINE, "--answer", "h", "--keys", "2:5", "--json")
     assert json.loads(out)["edit"] == "its edges to keys slice(2, 5, None) were knocked out"
+
+
+def test_a_truncated_text_is_reported(run):
+    options = ("-t", LINE, "--answer", "h", "--max-tokens", "5", "--json")
+    out, err = run("effects", INDUCTION, *options)
+    assert "truncated to the first 5 (--max-tokens)" in err
+    record = json.loads(out)
+    assert (record["tokens"], record["text_tokens"]) == (5, len(LINE))
+
+
+def test_a_page_to_open_needs_a_file(run):
+    _, err = run("effects", INDUCTION, "-t", LINE, "--answer", "h", "--open", code=2)
+    assert "received --open without -o" in err
 
 
 def test_an_answer_without_tokens(run):

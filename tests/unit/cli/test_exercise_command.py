@@ -55,7 +55,8 @@ def test_the_solution_and_the_list_as_json(folder, run):
         (["exercise", "--solution"], "regard exercise 3 --solution"),
         (["exercise", "--csv"], "received --csv without --class"),
         (["exercise", "3", "none.py"], "cannot open"),
-        (["exercise", "--class", "none"], "which is no folder"),
+        (["exercise", "--class", "none"], "which is not a folder"),
+        (["exercise", "--class", ".", "--csv", "--json"], "received --csv and --json"),
         (["exercise", "--class", "."], "no exercise in their names"),
     ],
 )

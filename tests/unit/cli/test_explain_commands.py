@@ -100,6 +100,15 @@ def test_explore_writes_each_page(name, run, tmp_path, monkeypatch):
     assert opened == [(tmp_path / "own.html").as_uri()]
 
 
+@pytest.mark.parametrize("name", ["pipeline", "heatmap", "geometry", "cost"])
+def test_a_causal_mask_is_applied_to_the_example_of_the_page(name, run, tmp_path):
+    page = tmp_path / "page.html"
+    run("explore", name, "--causal", "-o", page)
+    # The query of the geometry page comes after its three keys.
+    mask = regard.causal(align="lower_right") if name == "geometry" else regard.causal()
+    assert page.read_text(encoding="utf-8") == getattr(regard.explore, name)(mask=mask).html
+
+
 def test_characters_outside_the_encoding_are_replaced(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "regard", "explore", "cost", "-o", tmp_path / "\u00e9\x1b[1m.html"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,7 +14,14 @@ pytest.importorskip("safetensors")
 
 from regard.jobs.shards import EVICTION_WINDOWS
 from regard.policy import FULL, CachePolicy
-from tests.helpers.policy_checks import INDUCTION_MODEL, LocalVerifier, build_policy, draw_repeated
+from regard.survey import RunOptions
+from tests.helpers.policy_checks import (
+    INDUCTION_MODEL,
+    TEXT_MODEL,
+    LocalVerifier,
+    build_policy,
+    draw_repeated,
+)
 from tests.helpers.survey_files import write_survey
 
 BAD = build_policy(INDUCTION_MODEL, {(0, 0): (1, 0)})
@@ -54,6 +62,31 @@ def test_errors_are_usage_errors(run, tmp_path):
     (survey.path / "settings.json").write_text(json.dumps(settings | {"cache": sizes}))
     refused = run("policy", "make", survey.path, "-o", tmp_path / "policy.json", code=2)
     assert "layers differ in heads" in refused.err
+
+
+def test_a_policy_of_another_model_is_a_usage_error(run, tmp_path):
+    path = BAD.save(tmp_path / "policy.json")
+    (tmp_path / "a.txt").write_text("some words")
+    refused = run("policy", "verify", TEXT_MODEL, path, tmp_path / "a.txt", code=2)
+    assert "a model with the layer 'layers.2.attention'" in refused.err
+
+
+def test_a_page_to_open_needs_a_file(run, tmp_path):
+    path = BAD.save(tmp_path / "policy.json")
+    refused = run("policy", "verify", INDUCTION_MODEL, path, "texts", "--open", code=2)
+    assert "received --open without -o" in refused.err
+
+
+def test_every_option_of_a_run_can_be_passed(run, tmp_path, monkeypatch):
+    """The commands pass on each field of RunOptions, and `tighten` its number of rounds."""
+    passed = {}
+    monkeypatch.setattr(CachePolicy, "tighten", lambda policy, *_, **options: passed.update(options) or 1 / 0)
+    given = {"max_bytes": 9, "threads": 3, "workers": 2, "executor": "ray", "dtype": "auto", "timeout": 2.5}
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    path = BAD.save(tmp_path / "policy.json")
+    run("policy", "tighten", "a", path, "b", "-o", tmp_path / "c", "--max-rounds", 64, *options, code=4)
+    assert passed.keys() == {"max_rounds", "progress"} | {field.name for field in fields(RunOptions)}
+    assert passed["max_rounds"] == 64 and passed.items() >= given.items()
 
 
 def test_make_writes_the_policy_that_the_rows_of_the_survey_give(run, tmp_path, monkeypatch):

@@ -81,6 +81,22 @@ def test_a_notebook_leaves_its_last_answer(tmp_path, monkeypatch):
     assert found["hint"] == "cell 2, line 2: AttributeError: 'int' object has no attribute 'y'"
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "\n\n%pip install x\n\n  !ls\nfail",
+        "x = (7\n  % 4)\nfail",
+        "x = 7 \\\n  % 4\nfail",
+        "text = '''\n!not a command\n%nor this\n'''\nassert text.count('!') == 1\nfail",
+        "if True:\n    %matplotlib inline\n    x = {\n        1: 2\n        % 3}\n?x\nfail",
+    ],
+)
+def test_only_commands_of_the_notebook_are_left_out_and_lines_keep_their_numbers(code, tmp_path):
+    found = check_here(EXERCISES[2], write(tmp_path, "a.ipynb", make_notebook(code)))
+    line = code.split("\n").index("fail") + 1
+    assert found["hint"] == f"cell 1, line {line}: NameError: name 'fail' is not defined"
+
+
 def is_running(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not collected yet does not."""
     try:
@@ -148,6 +164,7 @@ def test_a_damaged_progress_file_is_not_overwritten(text, tmp_path):
     [
         ("exercise-3", 3), ("Exercise 03 (Ana)", 3), ("ana_ex8", 8), ("03-keys-equal-queries", 3),
         ("ana-exercise_1-v2", 1), ("exercise-12", None), ("final", None), ("2026-03-01", None),
+        ("alex2-exercise-3", 3), ("alex2", None), ("Alex 2", None), ("anaexercise3", 3), ("AnaEx3", 3), ("2ex4", 4),
     ],
 )  # fmt: skip
 def test_the_exercise_is_in_the_name(stem, number):
@@ -157,6 +174,7 @@ def test_the_exercise_is_in_the_name(stem, number):
 
 def test_submissions_are_found_by_folder_or_name(tmp_path):
     for name in (
+        "alex2-exercise-3.py",
         "Ana/exercise-3.py",
         "Ana/notes.py",
         "ben-exercise-3.py",
@@ -166,7 +184,7 @@ def test_submissions_are_found_by_folder_or_name(tmp_path):
     ):
         write(tmp_path, name, "")
     found, skipped = exercises.find_submissions(tmp_path)
-    assert [(it.student, it.n) for it in found] == [("Ana", 3), ("ben", 3), ("Cy", 3)]
+    assert [(it.student, it.n) for it in found] == [("alex2", 3), ("Ana", 3), ("ben", 3), ("Cy", 3)]
     assert [path.as_posix() for path in skipped] == ["Ana/notes.py"]
     with pytest.raises(regard.ArgumentError, match="two files for exercise 3 of 'Ana'"):
         exercises.find_submissions(tmp_path, 3)  # notes.py belongs to it too then

@@ -82,6 +82,24 @@ def test_invalid_policies_are_refused(windows, sinks, layers, words):
         CachePolicy(windows, sinks, layers)
 
 
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"num_heads": 3}, "3 query heads for 2 kv heads"),
+        ({"num_heads": 0}, "a num_heads that is not a positive whole number"),
+        ({"head_dim": "64"}, "a head_dim that is not a positive whole number"),
+        ({"bytes_per_number": 0.5}, "a bytes_per_number that is not"),
+    ],
+)
+def test_sizes_that_a_model_cannot_have_are_refused(about, words, tmp_path):
+    with pytest.raises(regard.ArgumentError, match=f"CachePolicy: received about with {words}"):
+        CachePolicy([[4, 2]], [[0, 0]], ["a"], about)
+    path = CachePolicy([[4, 2]], [[0, 0]], ["a"]).save(tmp_path / "policy.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"about": about}))
+    with pytest.raises(regard.ArgumentError, match=words):
+        CachePolicy.load(path)
+
+
 def test_bytes_need_the_size_of_a_key():
     policy = CachePolicy([[4]], [[0]], ["a"])
     assert policy.savings(8) == 0.5 and "bytes" not in str(policy)

@@ -17,6 +17,7 @@ from regard.policy.model_runner import PolicyRunner, PolicySpec, compare_logits
 from tests.helpers.policy_checks import (
     INDUCTION_MODEL,
     INDUCTION_TOKENS,
+    TEXT_MODEL,
     LocalVerifier,
     build_policy,
     draw_repeated,
@@ -183,3 +184,30 @@ def test_another_model_is_refused(verifier):
     )
     with pytest.raises(regard.ArgumentError, match=r"layers\.9\.attention"):
         verifier.verify(missing, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"corpus": "none"}, "which does not exist"),
+        ({"corpus": "broken.parquet"}, "is not valid Parquet"),
+        ({"out": "thesis"}, r"contains 'a\.tex' but no settings\.json"),
+        ({"executor": "spark"}, "executor 'spark'"),
+        ({"model": lambda: None}, "cannot be pickled"),
+        ({"bound": 0.0}, "bound 0"),
+        ({"out": "out"}, "inside the corpus"),
+        ({"model": TEXT_MODEL}, r"a model with the layer 'layers\.2\.attention'"),
+    ],
+)
+def test_every_refusal_names_verify(arguments, words, tmp_path):
+    """Whether the driver, the corpus or a worker process notices what is wrong."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/a.tex").touch()
+    (tmp_path / "a.txt").write_text("some words")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    corpus = "" if arguments.get("out") == "out" else "*.txt"
+    options = {"model": INDUCTION_MODEL, "corpus": corpus, "out": None, **arguments}
+    paths = {name: options[name] and tmp_path / options[name] for name in ("corpus", "out")}
+    paths["corpus"] = paths["corpus"] or tmp_path
+    with pytest.raises(regard.ArgumentError, match=rf"policy\.verify: .*{words}"):
+        build_policy(INDUCTION_MODEL, GOOD).verify(**options | paths)

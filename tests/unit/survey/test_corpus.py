@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import regard
-from regard.jobs.corpus import Corpus, Shard, iter_lines
+from regard.jobs.corpus import Corpus, iter_lines
 from tests.helpers.survey_checks import write_corpus
 
 
@@ -86,8 +86,6 @@ def test_the_shard_size_does_not_change_the_documents(tmp_path):
     assert len(whole) == 40
     for shard_size in (1, 3, 7):
         assert read(Corpus(str(tmp_path), shard_size=shard_size)) == whole
-    shard = next(Corpus(str(tmp_path), shard_size=7).iter_shards())
-    assert Shard.loads(shard.dumps()) == shard
 
 
 def test_patterns_select_files(tmp_path):
@@ -145,8 +143,36 @@ def test_a_corpus_is_pickled_without_its_listing(corpus):
     assert again == listed and "files" not in vars(again)
 
 
-def test_a_corpus_includes_directories_inside_it(corpus, tmp_path):
-    assert Corpus(str(corpus)).includes(corpus / "out")
-    assert not Corpus(f"{corpus}/*.txt").includes(corpus / "out")
-    assert not Corpus(str(corpus)).includes(tmp_path / "out")
-    assert not Corpus("s3://pages").includes(tmp_path / "out")
+@pytest.mark.parametrize("path", ["", "/*.txt", "/**/*.txt", "/**/*.json*", "/*/*", "/01.txt", "/0*/*.txt"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_corpus_includes_the_files_that_it_would_read(scheme, path, tmp_path):
+    """Of all places where a file may be, `includes` says yes to exactly those that the listing then has."""
+    names = ("a.txt", "out/b.txt", "out/settings.json", "out/deep/c.jsonl", ".hidden/d.txt", "01.txt/e.txt")
+    (tmp_path / "corpus").mkdir()
+    corpus = Corpus(f"{scheme}{tmp_path}/corpus{path}")
+    included = {name for name in names if corpus.includes(tmp_path / "corpus" / name)}
+    for name in names:
+        (tmp_path / "corpus" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "corpus" / name).write_text("{}")
+    found = [name for name, _ in Corpus(corpus.path).files]
+    root = tmp_path / "corpus"
+    below = corpus.root.removeprefix("file://")
+    assert included == {f"{below}/{name}".removeprefix(f"{root}/").strip("/") for name in found}
+    assert not corpus.includes(tmp_path / "elsewhere.txt")
+    assert not Corpus("s3://pages").includes(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz", "jsonl", "jsonl.gz", "parquet"])
+def test_a_file_that_has_gone_is_quarantined_and_the_others_are_read(suffix, tmp_path):
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.{suffix}"
+        text = b"words" if "txt" in suffix else b'{"text": "words"}'
+        path.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+        if suffix == "parquet":
+            pq.write_table(pa.table({"text": ["words"]}), path)
+    corpus = Corpus(str(tmp_path), shard_size=10)
+    (shard,) = corpus.iter_shards()
+    (tmp_path / f"a.{suffix}").unlink()
+    gone, found = corpus.iter_documents(shard)
+    assert gone.id.startswith(f"a.{suffix}") and gone.problem[0] == "unreadable"
+    assert found.text == "words" and found.problem is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +17,14 @@ import torch
 pytest.importorskip("pyarrow")
 pytest.importorskip("safetensors")
 
+import pyarrow as pa
+
 import regard
 from examples.induction import encode
-from regard.jobs.model_runner import hash_tokenizer, hash_weights
-from regard.jobs.shards import RowBatch, build_record_batch, build_schema
+from regard.jobs.corpus import Corpus
+from regard.jobs.driver import RayExecutor
+from regard.jobs.model_runner import PickledModel, hash_tokenizer, hash_weights
+from regard.jobs.shards import RowBatch, ShardJob, build_record_batch, build_schema
 from regard.jobs.worker import format_python_path
 from regard.lens.watch import watch
 from regard.models import LoadedModel
@@ -214,12 +220,100 @@ def test_out_inside_the_corpus_raises(corpus):
     assert not (corpus / "out").exists()
 
 
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*/*.json", "**/lo*", "**/*"])
+def test_every_file_that_a_run_writes_counts_as_inside_the_corpus(pattern, tmp_path):
+    """Otherwise the survey starts, and cannot be resumed: its own files have changed the corpus."""
+    (tmp_path / "deep").mkdir()
+    for name in ("a.jsonl", "b.json", "lo.txt"):
+        (tmp_path / "deep" / name).write_text('{"text": "words"}\n')
+    for scheme in ("", "file://"):
+        with pytest.raises(regard.ArgumentError, match="inside the corpus"):
+            run(f"{scheme}{tmp_path}/{pattern}", tmp_path / "out")
+    for _ in range(2):
+        assert run(tmp_path / "deep", tmp_path / "out").complete
+
+
+def test_a_disk_that_cannot_be_read_is_not_called_full(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("regard.jobs.corpus.iter_lines", fail)
+    with pytest.raises(SurveyError, match=r"could not be read: .*Input/output error") as caught:
+        run(f"{tmp_path}/*.jsonl", tmp_path / "out")
+    assert "space" not in str(caught.value)
+    monkeypatch.undo()
+    assert run(f"{tmp_path}/*.jsonl", tmp_path / "out").documents == 1
+
+
+def test_names_are_stored_in_any_locale(tmp_path):
+    """Settings are UTF-8 even if the encoding of the locale is ASCII."""
+    code = f"""if True:
+        import pathlib, regard
+        from tests.helpers.survey_stub import Stub
+        stub = Stub()
+        stub.name = "mod\\u00e8le"
+        folder = pathlib.Path({str(tmp_path)!r})
+        (folder / "a.txt").write_text("words")
+        for _ in range(2):
+            regard.survey.run(stub, folder / "a.txt", folder / "out")
+    """
+    env = {"PYTHONPATH": format_python_path(), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
+    assert regard.survey.open(tmp_path / "out").settings["model"]["name"] == "modèle"
+
+
+def test_a_shard_that_ray_returns_twice_is_counted_once(tmp_path):
+    """A double of Ray Data that runs everything here, and every shard twice."""
+
+    class Blocks:
+        def from_items(self, items, **_):
+            self.items = items
+            return self
+
+        def map_batches(self, actor, fn_constructor_args, **_):
+            self.actor = actor(*fn_constructor_args)
+            return self
+
+        def iter_batches(self, **_):
+            for item in self.items * 2:
+                yield self.actor({"shard": [item["shard"]]})
+
+        ActorPoolStrategy = dict
+
+        class DataContext:
+            enable_progress_bars = print_on_execution_start = True
+
+            @classmethod
+            def get_current(cls):
+                return cls
+
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"the words of {name}")
+    corpus = Corpus(f"{tmp_path}/*.txt", shard_size=1)
+    executor = object.__new__(RayExecutor)
+    executor.workers, executor._ray = 1, SimpleNamespace(data=Blocks())
+    spec = SurveySpec(PickledModel.dump(Stub(), "survey.run"), MEASURES)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/lock").write_text("this run")
+    job = ShardJob(spec, corpus, str(tmp_path / "out"), "this run", list_columns(), Stub().describe())
+    counted = []
+    results = list(executor.run(job, corpus.iter_shards(), lambda *counts: counted.append(counts)))
+    executor._ray.data.actor.worker.close()
+    assert len(results) == 6 and counted == [(1, 14, 0)] * 3
+
+
 def test_a_survey_without_shards_is_empty(survey, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(survey.settings))
     fresh = regard.survey.open(tmp_path)
     assert not fresh.complete and fresh.documents == 0 and len(fresh.to_pandas()) == 0
     assert repr(fresh).endswith("0 quarantined, 0 of 8 shards committed")
-    assert fresh.heads().column("entropy").null_count == 4
+    table = fresh.heads()
+    for name in list_columns():  # numbers and histograms alike
+        column = table.column(name).combine_chunks()
+        numbers = column if pa.types.is_floating(column.type) else column.flatten()
+        assert numbers.null_count == len(numbers) > 0
 
 
 def test_a_directory_without_a_survey_raises(survey, tmp_path):

@@ -418,6 +418,56 @@ def test_the_json_of_a_report():
     assert verdicts["boolean mask"] == "no"
 
 
+@pytest.mark.parametrize("detached", [0, 1, 2])
+def test_the_json_of_a_report_has_all_the_evidence(detached):
+    """If the outputs agree, the gradients are what differs."""
+
+    def attend(*arrays):
+        return F.scaled_dot_product_attention(
+            *(x.detach() if i == detached else x for i, x in enumerate(arrays))
+        )
+
+    report = check_conformance(attend, "torch", mask=None)
+    record = json.loads(report.to_json())["findings"][0]
+    evidence = report.findings[0].evidence
+    assert record["actual"] == evidence["actual"]
+    name = f"gradient of {('query', 'key', 'value')[detached]}"
+    assert record[f"actual_{name}".replace(" ", "_")] == evidence[f"actual {name}"]
+    assert record[f"expected_{name}".replace(" ", "_")] == evidence[f"expected {name}"]
+    assert not np.any(evidence[f"actual {name}"]) and np.any(evidence[f"expected {name}"])
+
+
+def test_a_failed_test_of_the_full_size_names_its_cause():
+    """Even if no call of the quick size fails."""
+    quick, full = (generate_tests(mask=None, size=size) for size in ("quick", "full"))
+    known = {test.probe.call.query.shape for test in quick}
+    test = next(test for test in full if test.probe.call.query.shape not in known)
+
+    def attend(query, key, value):
+        output = regard.attention(query, key) @ value
+        return output if query.shape in known else output + 1
+
+    with pytest.raises(AssertionError, match="It differs from the definition"):
+        test.check(attend)
+
+
+def test_a_function_that_is_wrong_once_is_nondeterministic():
+    """If the second call of a probe is the wrong one, and the third agrees with the first."""
+    calls, wrong = 0, 0
+
+    def attend(query, key, value):
+        nonlocal calls
+        calls += 1
+        return regard.attention(query, key) @ value + (calls == wrong)
+
+    report = check_conformance(attend, mask=None)
+    num_repeated = sum(report[name].num_calls for name in ("plain", "heads and batch", "q_len ≠ kv_len"))
+    for call in (calls - num_repeated + 1, calls):
+        calls, wrong = 0, call
+        (finding,) = check_conformance(attend, mask=None).findings
+        assert finding.kind == "nondeterministic" and finding.evidence["calls"] == 1
+
+
 @pytest.mark.parametrize(
     ("described", "message"),
     [
@@ -435,6 +485,11 @@ def test_an_invalid_description_is_rejected(described, message):
     with pytest.raises(regard.RegardError) as error:
         check_conformance(flat, **described)
     assert message in str(error.value)
+
+
+def test_an_unknown_size_is_rejected_by_the_tests_too():
+    with pytest.raises(regard.ArgumentError, match='expected "quick" or "full"'):
+        generate_tests(size="ful")
 
 
 def test_an_unknown_capability_is_rejected():

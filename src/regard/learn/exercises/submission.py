@@ -9,6 +9,7 @@ strangers in a container.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -46,9 +48,12 @@ ENVIRONMENT = (
 )
 SUFFIXES = (".py", ".ipynb")
 MEMORY_LIMIT = 4 << 30  # bytes of address space
-NOTEBOOK_COMMAND = re.compile(r"^\s*[%!?].*$", re.MULTILINE)
-# "exercise-3", "Exercise 03", "ex3", or the name of a notebook of the book, such as "03-keys-equal-queries".
-NUMBER = re.compile(r"ex(?:ercise)?[-_ ]?0?([1-8])(?!\d)|(?<!\d)0([1-8])-[a-z-]+", re.IGNORECASE)
+# "exercise-3", "Exercise 03", "ex3", or the name of a notebook of the book, such as "03-keys-equal-queries". A name
+# such as alex2 ends in "ex" as well: a short form begins a word.
+NUMBER = re.compile(
+    r"(?:exercise|(?<![^\W\d_])ex|(?<=[a-z])(?-i:Ex))[-_ ]?0?([1-8])(?!\d)|(?<!\d)0([1-8])-[a-z-]+",
+    re.IGNORECASE,
+)
 SEPARATORS = " -_.,()"
 FORMAT = 1  # of the progress file
 PROGRESS_FILE = "regard-progress.json"
@@ -181,9 +186,29 @@ def read_cells(path: Path) -> list[tuple[str, str]]:
         return [(path.name, text)]
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     return [
-        (f"cell {number}", NOTEBOOK_COMMAND.sub("", "".join(cell["source"])))
+        (f"cell {number}", _clear_commands("".join(cell["source"])))
         for number, cell in enumerate(cells, start=1)
     ]
+
+
+def _clear_commands(code: str) -> str:
+    """Empty the lines that are commands of the notebook; a line that continues a statement is none."""
+    lines: list[str] = []
+    for line in code.split("\n"):
+        is_command = line.lstrip().startswith(("%", "!", "?")) and not _is_incomplete("\n".join(lines))
+        lines.append("" if is_command else line)
+    return "\n".join(lines)
+
+
+def _is_incomplete(code: str) -> bool:
+    """Return whether a bracket, a string or a line of code goes on after its end."""
+    try:
+        list(tokenize.generate_tokens(io.StringIO(code).readline))
+    except tokenize.TokenError:
+        return True
+    except SyntaxError:
+        return False
+    return code.endswith("\\")
 
 
 def describe_error(error: BaseException, titles: set[str]) -> str:
