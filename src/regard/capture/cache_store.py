@@ -812,7 +812,7 @@ def _have_same_settings(a: Call, b: Call) -> bool:
         or a.query.dtype != b.query.dtype
     ):
         return False
-    if any(mask.nbytes or mask.tiled_mask is not None for mask in (a.compact_mask, b.compact_mask)):
+    if not (a.compact_mask.is_intervals and b.compact_mask.is_intervals):
         return False
     if (a.weights is None) != (b.weights is None) or (a.edits is None) != (b.edits is None):
         return False

@@ -46,8 +46,8 @@ class CapturedArgs(NamedTuple):
 
     query: Tensor
     key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
+    value: Tensor  # None if the layer multiplies the matrix of `regard.attention` by its value itself
+    attn_mask: Any = None  # a tensor, a `BlockMask` or a `Mask`
     dropout_p: float = 0.0
     is_causal: bool = False
     scale: float | None = None
@@ -125,6 +125,7 @@ class Call:
         versions: Tensors that are held by reference, each with its version.
         speculative_mode: How `generate()` proposed tokens that it may have discarded, such as "beam search"; else "".
         num_missing_values: How many of the call's own values the cache does not hold: they are absent or all 0.
+        forward_pass: Which forward pass of the model the call is a part of, from 1; 0 if the model's did not run.
         source_key: Weak reference to the key that was passed, and its version.
         source_cache: Weak reference to the cache that the model was given, or None.
         cached: The value of a layer with its own softmax: later calls extend it if they share a cache.
@@ -166,6 +167,7 @@ class Call:
     versions: tuple[tuple[Tensor, int], ...] = ()
     speculative_mode: str = ""
     num_missing_values: int = 0
+    forward_pass: int = 0
     source_key: Any = None
     source_cache: Any = None
     cached: Tensor | None = None

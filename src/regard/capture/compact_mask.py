@@ -9,7 +9,7 @@ and the name is derived from the intervals alone. A mask is recognised from the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -30,8 +30,8 @@ from regard.types import Align, Array, IntArray, Namespace
 Tensor = Any  # the types of torch are not followed
 BoolArray = Any
 
-# Entries of a mask that are processed together.
-CHUNK = 1 << 22
+# Entries of a mask that are processed together, and sides of a tile that is classified as empty, partial or full.
+CHUNK, TILE = 1 << 22, 512
 
 _EMPTY, _PARTIAL, _FULL = 0, 1, 2  # kinds of blocks of a `BlockMask`
 
@@ -77,6 +77,11 @@ class CompactMask:
         """The arrays of q_len × kv_len: the dense mask and the array of the bias, as far as there are any."""
         arrays = (self.dense_mask, getattr(self.bias, "array", None))
         return [array for array in arrays if array is not None]
+
+    @property
+    def is_intervals(self) -> bool:
+        """Whether each row attends to one interval of keys, and the bias is not an array."""
+        return not self.stored_arrays and self.tiled_mask is None
 
     def map_edges(self, function: Callable[[IntArray], IntArray]) -> CompactMask:
         """Apply a function to the arrays that have an entry for each row."""
@@ -269,7 +274,12 @@ def recognise_mask(
     mask = mask.detach()
     while mask.ndim < 2:
         mask = mask[None]
-    found = _find_intervals(lambda rows: _as_boolean(mask[..., rows, :]), mask.shape, q_len, kv_len)
+
+    def read_tiles(rows: slice) -> Iterator[tuple[int, BoolArray]]:
+        # NumPy finds the edges of booleans much faster than torch.
+        yield 0, _as_boolean(mask[..., rows, :]).expand(*mask.shape[:-2], -1, kv_len).cpu().numpy()
+
+    found = _find_intervals(read_tiles, mask.shape, _split_rows(mask.shape), q_len, kv_len)
     compact = found if found.visible_counts is None else None
     whole = _recognise_flag(False, q_len, kv_len)
     if mask.dtype == torch.bool:
@@ -341,7 +351,11 @@ def _as_boolean(mask: Tensor) -> Tensor:
 
 
 def _find_intervals(
-    read_rows: Callable[[slice], Tensor], shape: Sequence[int], q_len: int, kv_len: int
+    read_tiles: Callable[[slice], Iterable[tuple[int, BoolArray]]],
+    shape: Sequence[int],
+    bands: Iterable[slice],
+    q_len: int,
+    kv_len: int,
 ) -> CompactMask:
     """Find each row's interval of keys, from its first to its last.
 
@@ -349,23 +363,25 @@ def _find_intervals(
     keys of each row.
 
     Args:
-        read_rows: Returns some rows of a mask, (…, rows, kv_len), True = attend.
+        read_tiles: Returns the tiles of some rows from left to right, (…, rows or 1, keys), True = attend, each with
+            the first of its keys. Those that are left out are masked.
         shape: Shape of the mask, which broadcasts to (…, q_len, kv_len).
+        bands: Which rows to read together.
         q_len: Number of queries.
         kv_len: Number of keys.
     """
     if kv_len == 0 or q_len == 0:
         return _recognise_flag(False, q_len, kv_len)
-    edges, counts, keys = [], [], None
-    for rows in _split_rows(shape):
-        visible = read_rows(rows)
-        visible = visible.expand(*visible.shape[:-1], kv_len)
-        edges.append(find_edges(visible))
-        counts.append(visible.sum(-1))
-        keys = visible.any(-2) if keys is None else keys | visible.any(-2)
-    starts, stops = zip(*edges, strict=True)
-    start, stop, count = (torch.cat(parts, -1).cpu().numpy() for parts in (starts, stops, counts))
-    keys = keys.cpu().numpy()  # type: ignore[union-attr]
+    start, stop, count = (np.zeros(tuple(shape[:-1]), np.int64) for _ in range(3))
+    keys = np.zeros((*shape[:-2], kv_len), bool)
+    for rows in bands:
+        for first, tile in read_tiles(rows):
+            width, is_live, is_first = tile.shape[-1], tile.any(-1), stop[..., rows] == 0
+            end = first + width - tile[..., ::-1].argmax(-1)
+            start[..., rows] = np.where(is_live & is_first, first + tile.argmax(-1), start[..., rows])
+            stop[..., rows] = np.where(is_live, end, stop[..., rows])
+            count[..., rows] += np.count_nonzero(tile, axis=-1)
+            keys[..., first : first + width] |= tile.any(-2)
     compact = CompactMask(_merge_equal_axes(start), _merge_equal_axes(stop))
     compact = compact.map_edges(lambda edge: np.broadcast_to(edge, (*edge.shape[:-1], q_len)))
     if (count == stop - start).all():
@@ -385,10 +401,10 @@ def find_edges(visible: Tensor, axis: int = -1, keepdim: bool = False) -> tuple[
     return torch.where(live, flags.argmax(axis, keepdim=keepdim), 0), stop
 
 
-def _split_rows(shape: Sequence[int]) -> list[slice]:
-    """Split the rows of a mask into slices of about CHUNK entries."""
+def _split_rows(shape: Sequence[int], largest: int | None = None) -> list[slice]:
+    """Split the rows of a mask into slices of about CHUNK entries, and at most `largest` rows."""
     rows = shape[-2]
-    step = max(1, CHUNK * rows // max(1, math.prod(shape)))
+    step = max(1, min(CHUNK * rows // max(1, math.prod(shape)), largest or rows))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -443,22 +459,54 @@ def find_mask(weights: Tensor, intervals: Tensor | None = None) -> CompactMask:
     return CompactMask(start, stop, uniform_keys=np.where(uniform, kv_len, 0))
 
 
-def recognise_block_mask(
-    block_mask: BlockMask, batch: int, heads: int, q_len: int, kv_len: int
-) -> CompactMask:
-    """Recognise a `BlockMask`: intervals if the rows consist of them, else a function that is evaluated in tiles.
+def recognise_tiles(mask: BlockMask | Mask, lead: tuple[int, ...], q_len: int, kv_len: int) -> CompactMask:
+    """Recognise a mask from its tiles: intervals if the rows consist of them, else the mask itself.
 
-    Args as for `FlexMask`.
+    Args:
+        mask: A `BlockMask` of torch, or a mask of regard.
+        lead: Leading axes of the matrix, (…, heads); for a `BlockMask`, batch and heads as in `FlexMask`.
+        q_len: Number of queries.
+        kv_len: Number of keys.
     """
-    mask = FlexMask(block_mask, batch, heads, q_len, kv_len)
-    batch_idx, head_idx = (axis.ravel() for axis in np.mgrid[:batch, :heads])
+    frame = Frame(lead, q_len, kv_len)
+    if isinstance(mask, BlockMask):
+        batch, heads = lead
+        mask = FlexMask(mask, batch, heads, q_len, kv_len)
+    elif lead and q_len and _heads_share(mask, frame):
+        frame = frame.select(np.arange(0, math.prod(lead), lead[-1]))
+        lead = (*lead[:-1], 1)
+    starts = np.arange(0, kv_len, TILE)
+    stops = np.minimum(starts + TILE, kv_len)
 
-    def read_rows(rows: slice) -> Tensor:
-        visible = mask.evaluate(batch_idx, head_idx, np.arange(q_len)[rows], np.arange(kv_len))
-        return visible.unflatten(0, (batch, heads))
+    def read_tiles(rows: slice) -> Iterator[tuple[int, BoolArray]]:
+        q_idx = np.arange(q_len)[rows]
+        nonempty, full = mask.classify_blocks(frame, rows.start, rows.stop, starts, stops)
+        for i in np.flatnonzero(nonempty):
+            columns = np.arange(starts[i], stops[i])
+            if full[i]:
+                yield starts[i], np.ones((1, len(columns)), bool)
+                continue
+            visible = mask.allows(frame, q_idx, columns, np)
+            visible = visible[0] if len(visible) == 1 else visible.reshape(*lead, *visible.shape[1:])
+            yield starts[i], np.broadcast_to(visible, (*visible.shape[:-1], len(columns)))
 
-    compact = _find_intervals(read_rows, (batch, heads, q_len, kv_len), q_len, kv_len)
+    shape = (*lead, q_len, kv_len)
+    bands = _split_rows((*lead, q_len, min(TILE, kv_len)), TILE)
+    compact = _find_intervals(read_tiles, shape, bands, q_len, kv_len)
     return compact if compact.visible_counts is None else replace(compact, tiled_mask=mask)
+
+
+def _heads_share(mask: Mask, frame: Frame) -> bool:
+    """Return whether all heads have the same mask: it fits a matrix of one head, and some rows are equal."""
+    *batch, heads = frame.leading_shape
+    try:
+        mask.check(replace(frame, leading_shape=(*batch, 1)))
+    except ArgumentError:  # it holds numbers for each head
+        return False
+    rows = np.unique(np.linspace(0, frame.q_len - 1, 4).astype(int))
+    visible = mask.allows(frame, rows, np.arange(frame.kv_len), np)
+    by_head = visible.reshape(-1, heads if len(visible) > 1 else 1, *visible.shape[1:])
+    return bool((by_head == by_head[:, :1]).all())
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,11 @@ from regard.capture.compact_mask import (
     FlexScoreMod,
     count_used_keys,
     find_mask,
-    recognise_block_mask,
     recognise_mask,
+    recognise_tiles,
 )
 from regard.errors import ArgumentError, RegardError
+from regard.masks import Mask
 from regard.measures import Measure
 from regard.score_mods import ScoreMod, bias, relative_bias, softcap
 
@@ -63,7 +64,6 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         self._masks = RecentMasks()
-        self._dense_bytes = 0  # of weights recorded so far
 
     @property
     def is_default(self) -> bool:
@@ -90,7 +90,7 @@ class RecentMasks:
     def recognise(self, args: CapturedArgs, kv_len: int, biases: Iterable[ScoreMod]) -> CompactMask:
         """Recognise mask and bias of a call; `biases` of the model may explain an additive mask."""
         arrays = [array for array in (args.attn_mask, args.position_bias) if array is not None]
-        if not arrays:
+        if not arrays or isinstance(args.attn_mask, Mask):  # which may hold an array without a version
             return recognise_call_mask(args, kv_len)
         sizes = (args.query.shape[:-1], kv_len, args.is_causal, args.sink is None)
         settings = (sizes, [_version(array) for array in arrays])
@@ -108,9 +108,9 @@ class RecentMasks:
 def recognise_call_mask(args: CapturedArgs, kv_len: int, biases: Sequence[ScoreMod] = ()) -> CompactMask:
     """Recognise mask and bias of a call, in O(n) memory as far as they consist of intervals."""
     q_len, mask = args.query.shape[-2], args.attn_mask
-    if isinstance(mask, BlockMask):
-        batch, heads = mask.kv_num_blocks.shape[:2]
-        compact = recognise_block_mask(mask, batch, heads, q_len, kv_len)
+    if isinstance(mask, BlockMask | Mask):
+        lead = tuple(args.query.shape[:-2]) if isinstance(mask, Mask) else mask.kv_num_blocks.shape[:2]
+        compact = recognise_tiles(mask, lead, q_len, kv_len)
         if args.position_bias is not None:
             compact = replace(compact, bias=bias(args.position_bias.detach()[..., :kv_len]))
         return compact
@@ -179,7 +179,7 @@ def build_call(
             "it was called with nested tensors",
             "Pad the batch instead: torch.nested.to_padded_tensor, with a mask.",
         )
-    if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor | BlockMask):
+    if args.attn_mask is not None and not isinstance(args.attn_mask, torch.Tensor | BlockMask | Mask):
         mask_class = type(args.attn_mask).__name__
         return Uncaptured(f"its mask is a {mask_class} ({args.kernel})", _LOAD_HINT)
     call: Call | None = None
@@ -227,7 +227,7 @@ def _build_dense(module: nn.Module, name: str, args: CapturedArgs) -> Call:
     )
 
 
-def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | Uncaptured:
+def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
     """Apply the edits of an intervention to a call, and compute its measures or store its tensors."""
     if args.edits is not None:
         # The kernel's lse is that of the rows before the edits.
@@ -242,16 +242,6 @@ def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call | U
                 results = call.matrix.measure(**options.measures)._asdict()
         dropped: dict[str, Any] = dict.fromkeys(("query", "key", "lse", "weights", "cached"))
         return replace(call, **dropped, measures=results, stored_shape=call.shape)
-    if call.weights is not None:
-        size = math.prod(call.shape) * (options.dtype or call.weights.dtype).itemsize
-        if options._dense_bytes + size > options.max_dense_bytes:
-            return Uncaptured(
-                f"{call.layer_class} computes its own softmax, and its weights of shape {call.shape} take {size:,} "
-                f"bytes after {options._dense_bytes:,} of other calls, of at most {options.max_dense_bytes:,}",
-                "Pass watch(max_dense_bytes=…) for more, layers= for fewer layers, or measures= to record results "
-                "instead of weights.",
-            )
-        options._dense_bytes += size
     return _store_tensors(call, args, options)
 
 
@@ -285,7 +275,7 @@ def _recognise(
     compact = options._masks.recognise(args, kv_len, biases)
     if args.score_mod is not None:
         compact = replace(compact, bias=FlexScoreMod(args.score_mod))
-    mask, is_tiled = None, isinstance(args.attn_mask, BlockMask)
+    mask, is_tiled = None, isinstance(args.attn_mask, BlockMask | Mask)
     if options.grad or compact.nbytes:
         mask = combine_mask_and_bias(args._replace(attn_mask=None) if is_tiled else args, kv_len)
         if options.grad and mask is not None and mask.requires_grad:
@@ -325,7 +315,7 @@ def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: 
     Kernels may read past the end of a value that is shorter than the key, so the call itself does not fail.
     """
     value = args.value
-    if q_len >= kv_len or value.is_nested:
+    if q_len >= kv_len or value is None or value.is_nested:
         return 0
     if value.shape[-2] < kv_len:
         return min(q_len, kv_len - int(value.shape[-2]))
@@ -338,7 +328,7 @@ def _is_broadcast(args: CapturedArgs) -> bool:
     """Return whether key or value have other leading axes than the query; with `enable_gqa`, heads may differ."""
     stop = -3 if args.enable_gqa else -2
     lead = args.query.shape[:stop]
-    return bool(args.key.shape[:stop] != lead or args.value.shape[:stop] != lead)
+    return any(part is not None and part.shape[:stop] != lead for part in (args.key, args.value))
 
 
 def combine_mask_and_bias(args: CapturedArgs, kv_len: int) -> Tensor | None:
@@ -387,7 +377,7 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
         output = args.dense.output if args.edited_output is None else args.edited_output
         # Always a copy: some layers add a convolution or relative positions to the output in place.
         call.output = None if output is None else store(output.detach(), copy=True)
-    elif options.values:
+    elif options.values and args.value is not None:
         call.value = store(drop_repeated_heads(options.detach(args.value), query))
         output = args.output if args.edited_output is None else args.edited_output
         if output is not None:
@@ -407,7 +397,7 @@ def _list_readings(call: Call, args: CapturedArgs, module: nn.Module) -> Iterato
     if isinstance(args.attn_mask, BlockMask):
         # Its function may depend on batch entry and head even if the blocks do not.
         *_, batch, heads, q_len, kv_len = call.shape
-        mask = recognise_block_mask(args.attn_mask, batch, heads, q_len, kv_len)
+        mask = recognise_tiles(args.attn_mask, (batch, heads), q_len, kv_len)
         yield replace(call, compact_mask=replace(mask, bias=call.compact_mask.bias))
 
 

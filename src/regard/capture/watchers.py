@@ -170,11 +170,13 @@ class _ThreadState(threading.local):
         captures: How many calls it has captured, so that an outer wrapper knows whether an inner one did.
         is_probing: Whether `probe` runs a function.
         probe: The arguments that it passed to `F.scaled_dot_product_attention`.
+        is_notifying: Whether watchers are notified of a call, and may compute attention themselves.
     """
 
     captures = 0
     is_probing = False
     probe: CapturedArgs | None = None
+    is_notifying = False
 
 
 thread_state = _ThreadState()
@@ -243,13 +245,15 @@ def iter_running_modules() -> Iterator[nn.Module]:
     What another module computes belongs to the watched module in whose forward pass it runs. If a method of a watched
     model calls it outside of a forward pass, as `generate()` calls an assistant model, it belongs to none.
     """
+    if thread_state.is_notifying:
+        return
     frame, in_other = sys._getframe(1), False
     while frame is not None:
         code = frame.f_code
         module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if issubclass(type(module), nn.Module):
             for watcher, _ in watched.get(id(module), ()):
-                if not watcher.binds_context or watcher.applies_here:
+                if watcher.applies_here:
                     break
             else:
                 in_other, module = True, None
@@ -276,7 +280,7 @@ def list_watchers(module: nn.Module) -> list[tuple[Watcher, str]]:
     """List the watchers that select a module in the running thread, each with the name of the module."""
     selecting = []
     for watcher, name in watched.get(id(module), ()):
-        if name is not None and (not watcher.binds_context or watcher.applies_here):
+        if name is not None and watcher.applies_here:
             selecting.append((watcher, name))
     return selecting
 
@@ -315,10 +319,14 @@ def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> Captur
         return args
     thread_state.captures += 1
     entries = list_watchers(module)
-    for watcher, name in entries:
-        args = watcher.edit(module, _join_names(name, submodule), args)
-    for watcher, name in entries:
-        watcher.record(module, _join_names(name, submodule), args)
+    before, thread_state.is_notifying = thread_state.is_notifying, True
+    try:
+        for watcher, name in entries:
+            args = watcher.edit(module, _join_names(name, submodule), args)
+        for watcher, name in entries:
+            watcher.record(module, _join_names(name, submodule), args)
+    finally:
+        thread_state.is_notifying = before
     return args
 
 

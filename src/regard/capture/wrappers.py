@@ -39,8 +39,7 @@ from regard.capture.watchers import (
     row_steps,
     thread_state,
 )
-from regard.core.attention import attention, layer_attention
-from regard.core.matrix import AttentionMatrix
+from regard.core.attention import layer_attention
 from regard.engines import torch_kernels as kernels
 from regard.masks import causal
 from regard.score_mods import SoftcapMod
@@ -443,41 +442,39 @@ def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(query: Any, key: Any, *value: Any, **options: Any) -> Any:
         result = original(query, key, *value, **options)
         output, matrix = result if value else (None, result)
-        module = find_running_module()
-        if module is None:
+        module, spec = find_running_module(), matrix._spec
+        if module is None or not isinstance(spec.query, torch.Tensor):
             return result
         obstacle = find_obstacle(query, key)
         if obstacle is not None:
             report_uncaptured(module, *obstacle)
             return result
-        mods = [mod for mod in options.get("score_mod") or () if mod is not None]
+        mask, mods = spec.mask, spec.score_mods
         if any(not isinstance(mod, SoftcapMod) for mod in mods) or len(mods) > 1:
             report_uncaptured(
-                module, f"its scores are modified by {mods}", "Use the layer's own matrix: need_matrix=True."
+                module,
+                f"its scores are modified by {list(mods)}",
+                "Use the layer's own matrix: need_matrix=True.",
             )
             return result
-        mask: Any = options.get("mask")
-        is_square = query.shape[-2] == key.shape[-2]
-        is_simple = mask is None or (is_square and mask == causal())
+        is_causal = mask is not None and query.shape[-2] == key.shape[-2] and mask == causal()
         args = CapturedArgs(
-            query,
-            key,
-            value[0] if value else key,
-            attn_mask=None if is_simple else torch.from_numpy(mask.to_dense(*_mask_shape(mask, matrix))),
-            is_causal=is_simple and mask is not None,
-            scale=matrix.scale,
+            spec.query.expand(*spec.leading_shape, -1, -1),
+            spec.key,
+            value[0] if value else None,
+            attn_mask=None if is_causal else mask,
+            is_causal=is_causal,
+            scale=spec.scale,
+            enable_gqa=spec.groups > 1,
             softcap=mods[0].cap if mods else None,
-            sink=options.get("sink"),
+            sink=spec.sink,
             output=output,
             kernel="regard: attention",
         )
         edited = notify(module, args)
         if edited.edits is None:
             return result
-        changed = {
-            "mask": edited.edits.edit_mask(mask),
-            "score_mod": edited.edits.edit_score_mods(tuple(mods)),
-        }
+        changed = {"mask": edited.edits.edit_mask(mask), "score_mod": edited.edits.edit_score_mods(mods)}
         if not value:
             return original(query, key, **options | changed)
         _, matrix = original(query, key, *value, **options | changed | {"multiply": False})
@@ -486,17 +483,6 @@ def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         return (matrix @ value[0] if edited.edited_output is None else edited.edited_output), matrix
 
     return attention
-
-
-def _mask_shape(mask: Any, matrix: AttentionMatrix) -> tuple[int, ...]:
-    """Return the shape to expand a mask to: with one head if the heads share it."""
-    *batch, heads, q_len, kv_len = matrix.shape
-    shape = (*batch, 1, q_len, kv_len)
-    try:
-        mask.check(type(matrix.problem.frame).from_shape(shape))
-    except ValueError:  # the mask differs between heads
-        return (*batch, heads, q_len, kv_len)
-    return shape
 
 
 def wrap_distributed_attention(original: Function) -> Function:
@@ -516,13 +502,15 @@ def wrap_distributed_attention(original: Function) -> Function:
 def find_patch_targets(model: nn.Module) -> Iterator[Target]:
     """Yield namespace, name and wrapper of every function to patch.
 
-    They are functions of torch, of the registry of transformers, and those that the files of the model have imported.
+    They are functions of torch, `regard.attention`, functions of the registry of transformers, and those that the files
+    of the model have imported.
     """
     own_softmax = {"softmax": wrap_softmax, "exp": wrap_exp, "exp_": wrap_exp}
     named: list[Target] = [
         (vars(F), "scaled_dot_product_attention", wrap_sdpa),
         (vars(F), "multi_head_attention_forward", wrap_multi_head_attention),
         (vars(flex), "flex_attention", wrap_flex_attention),
+        (vars(sys.modules["regard"]), "attention", wrap_regard_attention),
         *((vars(torch), name, make_wrapper) for name, make_wrapper in own_softmax.items()),
     ]
     yield from named
@@ -545,7 +533,7 @@ def find_patch_targets(model: nn.Module) -> Iterator[Target]:
     for namespace, name, held in find_held_functions(model, classes, files, function_ids):
         yield namespace, name, makers[id(held)]
     # What the files of the model call besides.
-    makers |= dict.fromkeys((id(attention), id(layer_attention)), wrap_regard_attention)
+    makers[id(layer_attention)] = wrap_regard_attention
     distributed = sys.modules.get("regard.distributed")
     if distributed is not None:
         makers[id(unwrap_original(vars(distributed)["attention"]))] = wrap_distributed_attention

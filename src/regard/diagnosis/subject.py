@@ -539,7 +539,7 @@ class CallLog(Watch):
     """A watch that also has every call in order, with the modules around it; the recording is made as usual."""
 
     def __init__(self, model: nn.Module, modules: bool) -> None:
-        options = CaptureOptions(device=None, dtype=None, copy=True, values=True, measures=None)
+        options = CaptureOptions(copy=True, values=True)
         super().__init__(model, {name for name, _ in model.named_modules()}, options)
         self._traces_modules = modules
         self.recording = self._recording
@@ -553,7 +553,8 @@ class CallLog(Watch):
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call) and call.weights is None:  # of its own softmax, there is no query and key
             layer = self._layers.setdefault(name, len(self._layers))
-            logged = LoggedCall(replace(call), args.key.detach(), args.value.detach(), module, layer)
+            value = args.key if args.value is None else args.value
+            logged = LoggedCall(replace(call), args.key.detach(), value.detach(), module, layer)
             events, around = self._take_events(), name
             # If the module has no linear layers, they are those of a module around it.
             while around and not any(map(self._is_linear, _select_inside(around, events))):

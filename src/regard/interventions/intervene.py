@@ -21,7 +21,9 @@ from regard.interventions.edited_rows import compute_rows
 from regard.interventions.edits import (
     AblateEdit,
     Edit,
+    KnockoutEdit,
     PatchEdit,
+    RescoreEdit,
     RestrictEdit,
     as_edits,
     as_selection,
@@ -321,7 +323,16 @@ class Intervention(Watch):
         outer = () if args.edits is None else args.edits.bound  # type: ignore[attr-defined]
         call_index = sum(self._paths.get((name, chosen[0]), {}).values())
         edits = LayerEdits(name, (*outer, *bound), placement, call_index)
-        output, path = edits.apply(call, args, find_output(call, args) if args.has_run else None)
+        if args.value is not None or args.dense is not None:
+            output, path = edits.apply(call, args, find_output(call, args) if args.has_run else None)
+        elif all(isinstance(entry.edit, KnockoutEdit | RestrictEdit | RescoreEdit) for entry in edits.bound):
+            output, path = None, "matrix replaced"
+        else:
+            raise _refuse(
+                name,
+                "it multiplies the matrix of regard.attention by its value itself",
+                "Edit its mask or scores instead (knockout, restrict, rescore), or use regard.nn.MultiheadAttention.",
+            )
         for i in chosen:
             self._reach.note(i, self._numbers[name], len(outer) + chosen.index(i), edits)
             paths = self._paths.setdefault((name, i), {})
@@ -389,8 +400,8 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
 
 def _tracks_gradients(args: CapturedArgs) -> bool:
     """Return whether gradients flow through the arguments of a call."""
-    tensors = (args.query, args.key, args.value) if args.query is not None else ()
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    tensors = (args.query, args.key, args.value)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _check_dropout(call: Call, module: nn.Module, bound: Sequence[BoundEdit]) -> None:

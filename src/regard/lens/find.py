@@ -109,8 +109,9 @@ def find_heads(
             continue  # the tokens belong to layers of the other kind
         batch_size = math.prod(lead[:-1])
         lengths.add(kv_len)
-        of_query = entry_tokens(query_lists, batch_size, q_len if is_cross_attention else kv_len, batch)
-        of_key = entry_tokens(key_lists, batch_size, kv_len, batch)
+        own_len = q_len if is_cross_attention else kv_len
+        of_query = entry_tokens(query_lists, batch_size, own_len, batch, operation)
+        of_key = entry_tokens(key_lists, batch_size, kv_len, batch, operation)
         if (query_lists is not None and of_query is None) or (key_lists is not None and of_key is None):
             continue
         offset = query_offset or 0
@@ -131,7 +132,7 @@ def find_heads(
             norms = np.broadcast_to(as_numpy(norms), (*lead, kv_len)).reshape(batch_size, -1, 1, kv_len)
             ranked = weights * norms[batch][..., columns]
         for head, pairs in enumerate(ranked):
-            row, column = np.unravel_index(np.nanargmax(np.nan_to_num(pairs, nan=-1.0)), pairs.shape)
+            row, column = np.unravel_index(np.argmax(np.nan_to_num(pairs, nan=-1.0)), pairs.shape)
             found = {
                 "module": module,
                 "layer": layer,
@@ -157,11 +158,11 @@ def find_heads(
 
 
 def entry_tokens(
-    token_lists: list[list[Any]] | None, batch_size: int, length: int, batch: int
+    token_lists: list[list[Any]] | None, batch_size: int, length: int, batch: int, operation: str
 ) -> list[Any] | None:
     """Return the tokens of one batch entry, or None if there are none or their number does not fit."""
     fitted = None if token_lists is None else fit_tokens(token_lists, batch_size, length)
-    return None if fitted is None else fitted[batch]
+    return None if fitted is None else fitted[check_batch(batch, batch_size, operation)]
 
 
 def find_positions(
@@ -231,7 +232,12 @@ def require_weights(call: Call, operation: str) -> None:
 def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatrix:
     """Return the matrix of one batch entry, (heads, q_len, kv_len), lazy."""
     matrix, lead = call.matrix, call.shape[:-2]
-    size = math.prod(lead[:-1])
+    batch = check_batch(batch, math.prod(lead[:-1]), operation)
+    return matrix if len(lead) < 2 else matrix.lazy[tuple(map(int, np.unravel_index(batch, lead[:-1])))]
+
+
+def check_batch(batch: int, size: int, operation: str) -> int:
+    """Return the number of a batch entry, from 0; refuse one that does not exist."""
     if not -size <= batch < size:
         raise IndexOutOfRangeError(
             operation,
@@ -239,9 +245,7 @@ def select_batch_entry(call: Call, batch: int, operation: str) -> AttentionMatri
             expected=f"one of {size} batch entries" if size > 1 else "batch=0: there is one batch entry",
             hint="Batch entries are counted from 0.",
         )
-    if len(lead) < 2:
-        return matrix
-    return matrix.lazy[tuple(map(int, np.unravel_index(batch % size, lead[:-1])))]
+    return batch % size
 
 
 def select_layers(
@@ -291,7 +295,7 @@ def compute_rollout(
     texts = None
     if tokens is not None:
         token_lists = as_token_lists(tokens, ROLLOUT)
-        texts = entry_tokens(token_lists, math.prod(calls[0].shape[:-3]), length, batch)
+        texts = entry_tokens(token_lists, math.prod(calls[0].shape[:-3]), length, batch, ROLLOUT)
         if texts is None:
             raise token_count_error(ROLLOUT, token_lists, {length})
     positions = find_positions(token, texts, length, "token", ROLLOUT)
@@ -318,6 +322,18 @@ def _select_stack(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] 
     """Select the calls of one stack of self-attention, from the first layer to the last."""
     selected = [entry.call for entry in select_layers(layer_calls, layers, ROLLOUT)]
     calls = [call for call in selected if TokenRows.from_call(call).query_offset == 0]
+    passes: dict[str, list[int]] = {}
+    for call in calls:
+        passes.setdefault(call.name, []).append(call.forward_pass)
+    for name, own in passes.items():
+        # A layer that several depths share runs several times in one pass.
+        if len(own) > 1 and (len(set(own)) > 1 or not own[0]):
+            raise ArgumentError(
+                ROLLOUT,
+                received=f"{len(own)} calls of {name!r}, of several passes",
+                expected="one forward pass of the model",
+                hint="Watch one pass at a time: with regard.watch(model) as recording: model(…).",
+            )
     stacks = {(stack_name(call.name), call.shape[-1]) for call in calls}
     if len(stacks) == 1:
         return calls

@@ -547,6 +547,9 @@ def check_settings(layer: CheckedLayer) -> Iterable[Finding]:
 def _check_sinks(layer: CheckedLayer) -> Finding | None:
     if not layer.settings.has_sinks or layer.call.sink is not None or "sink" in layer.call.kernel:
         return None
+    weights = layer.call.weights
+    if weights is not None and bool((1 - weights.sum(-1) > 1e-5 + 8 * torch.finfo(weights.dtype).eps).any()):
+        return None  # the rows of its own softmax sum to less than 1, so it has a sink
     return layer.build_finding(
         "sinks not used",
         "error",
@@ -557,7 +560,8 @@ def _check_sinks(layer: CheckedLayer) -> Finding | None:
 
 
 def _check_softcap(layer: CheckedLayer) -> Finding | None:
-    if layer.settings.softcap is None or layer.call.softcap is not None:
+    # If the layer computed its own softmax, its scores are not known.
+    if layer.settings.softcap is None or layer.call.softcap is not None or layer.call.weights is not None:
         return None
     return layer.build_finding(
         "softcap missing",
@@ -571,7 +575,7 @@ def _check_softcap(layer: CheckedLayer) -> Finding | None:
 def _check_windows(layer: CheckedLayer) -> Finding | None:
     """Check that the rows of a causal layer attend to as many keys as each statement about its window says."""
     mask, is_self_attention = layer.call.compact_mask, layer.token_rows.query_offset is not None
-    if not layer.causal or not is_self_attention or mask.stored_arrays or layer.image_runs:
+    if not layer.causal or not is_self_attention or not mask.is_intervals or layer.image_runs:
         return None
     start, stop = layer.intervals
     own = layer.token_rows.own_keys

@@ -22,7 +22,6 @@ from regard.core.matrix_page import (
 from regard.errors import (
     ArgumentError,
     ArgumentTypeError,
-    IndexOutOfRangeError,
     NotCapturedError,
     RegardError,
     describe_argument,
@@ -30,7 +29,7 @@ from regard.errors import (
 from regard.images.grid_reading import Grids
 from regard.images.patch_grid import PatchGrid
 from regard.images.pixels import load_pixels, shrink
-from regard.lens.find import select_batch_entry
+from regard.lens.find import check_batch, select_batch_entry
 from regard.lens.model_page import (
     OPERATION,
     ShownCall,
@@ -107,14 +106,7 @@ def find_layer_images(
 
 
 def _entry_of(grids: Grids, batch: int, operation: str) -> list[PatchGrid]:
-    if not -len(grids) <= batch < len(grids):
-        raise IndexOutOfRangeError(
-            operation,
-            received=f"batch={batch}",
-            expected=f"one of {len(grids)} batch entries",
-            hint="Batch entries are counted from 0.",
-        )
-    return grids[batch]
+    return grids[check_batch(batch, len(grids), operation)]
 
 
 def _find_sequences(

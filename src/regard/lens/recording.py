@@ -56,8 +56,8 @@ def _build_join_error(
 ) -> ArgumentError:
     """Build the error for a layer whose calls are not the steps of one cache."""
     reason = "keys do not extend one another's"
-    if any(joined.last.measures is None and joined.last.compact_mask.nbytes for joined in groups):
-        reason = "masks are stored as arrays, which are not joined"
+    if any(joined.last.measures is None and not joined.last.compact_mask.is_intervals for joined in groups):
+        reason = "masks are not intervals of keys, or whose biases are arrays: these are not joined"
     if faults:
         reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
     hint = (
@@ -151,6 +151,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         self._module_hints = ModuleHints()
         self._projections = OutputProjections()
         self._trace = ModuleTrace()
+        self._dense_bytes = 0  # of the weights of layers that compute their own softmax
         self._lock = threading.Lock()
 
     def _add(self, call: Call) -> JoinedCalls | None:
@@ -210,6 +211,21 @@ class Recording(Mapping[str, AttentionMatrix]):
         ):
             return None, None  # they differ in evicted keys alone, so which one it extends is not known
         return joined, extension
+
+    def _count_weights(self, call: Call, limit: int) -> Uncaptured | None:
+        """Count the bytes of weights that a call holds; say why it cannot be recorded if they exceed the limit."""
+        if call.weights is None:
+            return None
+        size, before = int(call.weights.nbytes), self._dense_bytes
+        if before + size > limit:
+            return Uncaptured(
+                f"{call.layer_class} computes its own softmax, and its weights of shape {call.shape} take {size:,} "
+                f"bytes after {before:,} of other calls, of at most {limit:,}",
+                "Pass watch(max_dense_bytes=…) for more, layers= for fewer layers, or measures= to record results "
+                "instead of weights.",
+            )
+        self._dense_bytes += size
+        return None
 
     def _drop(self, name: str, reason: Uncaptured) -> None:
         """Drop the calls of a layer, and note why."""

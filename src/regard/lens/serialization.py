@@ -23,7 +23,7 @@ from regard.score_mods import AlibiMod, BiasMod, RelativeBiasMod, ScoreMod, Soft
 MAX_LENGTH = 1 << 40  # of an axis
 TEXTS = ("name", "layer_class", "kernel", "speculative_mode")
 FLAGS = ("is_causal", "is_broadcast", "training")
-COUNTS = ("query_offset", "steps", "prompt_len")
+COUNTS = ("query_offset", "steps", "prompt_len", "forward_pass")
 
 
 class HeaderError(ValueError):
@@ -155,6 +155,7 @@ _JSON_FIELDS = (
     "query_offset",
     "steps",
     "prompt_len",
+    "forward_pass",
     "speculative_mode",
 )
 _EVENT_FIELDS = (

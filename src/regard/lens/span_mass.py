@@ -12,7 +12,7 @@ import numpy as np
 
 from regard.capture.call import Call, LayerCall
 from regard.errors import ArgumentError, IndexOutOfRangeError
-from regard.lens.find import select_layers
+from regard.lens.find import check_batch, select_layers
 from regard.lens.spans import GENERATED, OTHER, Spans
 from regard.lens.table import Table
 from regard.lens.token_rows import TokenRows
@@ -154,7 +154,7 @@ class SpanMass(Mapping[str, Array]):
             IndexOutOfRangeError: If there is no such batch entry.
             ArgumentError: If there are fewer texts than tokens.
         """
-        self._check_batch(batch, "mass.tokens")
+        check_batch(batch, len(self.layers[0].mass), "mass.tokens")
         self._check_tokens(tokens, "mass.tokens")
         masses = np.concatenate([layer.mass[batch] for layer in self.layers]).mean(0)
         lookback = mean_defined(np.concatenate([layer.lookback[batch] for layer in self.layers]), 0)
@@ -193,20 +193,9 @@ class SpanMass(Mapping[str, Array]):
             IndexOutOfRangeError: If there is no such batch entry.
             ArgumentError: If there are fewer texts than tokens.
         """
-        self._check_batch(batch, "mass.page")
+        check_batch(batch, len(self.layers[0].mass), "mass.page")
         self._check_tokens(tokens, "mass.page")
         return _build_page(self, [str(token) for token in tokens], batch, title, max_bytes)
-
-    def _check_batch(self, batch: int, operation: str) -> None:
-        """Refuse a batch entry that does not exist."""
-        size = len(self.layers[0].mass)
-        if not -size <= batch < size:
-            raise IndexOutOfRangeError(
-                operation,
-                received=f"batch={batch}",
-                expected=f"one of {size} batch entries" if size > 1 else "batch=0: there is one batch entry",
-                hint="Batch entries are counted from 0.",
-            )
 
     def _check_tokens(self, tokens: Sequence[str] | None, operation: str) -> None:
         """Refuse texts that do not reach the last token."""

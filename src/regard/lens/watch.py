@@ -217,8 +217,10 @@ class Watch(Watcher):
         self._hooks: list[Any] = []
         # Captures of each thread before each running module, by (thread, id of the module).
         self._captures_before: dict[tuple[int, int], int] = {}
-        # Of the pass that each thread is in: how `generate()` proposes tokens, and the cache that the model was given.
-        self._passes: dict[int, tuple[str, Any]] = {}
+        # Of the pass that each thread is in: how `generate()` proposes tokens, the cache that the model was given, and
+        # the number of the pass.
+        self._passes: dict[int, tuple[str, Any, int]] = {}
+        self._num_passes = 0
         # Class of each module that computed a softmax, and one that was not read if there is any, by name.
         self._softmaxes: dict[str, tuple[str, SoftmaxTrace]] = {}
         # Modules that are named attention and ran without a capture, by name.
@@ -330,11 +332,13 @@ class Watch(Watcher):
                 expected="a run without torch.no_grad, torch.inference_mode and generate(), which disable them",
                 hint="Enable gradients, for generated text in one pass over it: model(tokens). Or omit grad=True.",
             )
-        mode, source_cache = self._passes.get(threading.get_ident(), ("", None))
+        mode, source_cache, forward_pass = self._passes.get(threading.get_ident(), ("", None, 0))
         row_steps.pop(id(module), None)
         call = build_call(module, name, args, self._options, self._biases)
         if isinstance(call, Call):
-            call.speculative_mode, call.source_cache = mode, source_cache
+            call = self._recording._count_weights(call, self._options.max_dense_bytes) or call
+        if isinstance(call, Call):
+            call.speculative_mode, call.source_cache, call.forward_pass = mode, source_cache, forward_pass
             joined = self._recording._add(call)
             # The next steps have a fast path, unless another watch needs them in full.
             if (
@@ -431,7 +435,7 @@ class Watch(Watcher):
         return call
 
     def _before_forward(self, module: nn.Module, *call: Any) -> None:
-        if self.binds_context and not self.applies_here:
+        if not self.applies_here:
             self._ran_elsewhere = True
             return
         if not self._watched_ids or len(call) != 2:
@@ -440,11 +444,13 @@ class Watch(Watcher):
         self._captures_before[thread, id(module)] = thread_state.captures
         if module is self._model:
             self._has_run = True
-            self._passes[thread] = speculative_mode(), _refer_to(call[1].get("past_key_values"))
+            self._num_passes += 1
+            cache = _refer_to(call[1].get("past_key_values"))
+            self._passes[thread] = speculative_mode(), cache, self._num_passes
 
     def _make_after_forward(self, name: str) -> Callable[..., None]:
         def after_forward(module: nn.Module, *call: Any) -> None:
-            if len(call) != 3 or (self.binds_context and not self.applies_here):
+            if len(call) != 3 or not self.applies_here:
                 return
             before = self._captures_before.pop((threading.get_ident(), id(module)), None)
             if module is self._model:

@@ -224,7 +224,7 @@ def test_steps_with_a_stored_mask_are_not_joined():
     with regard.watch(layer) as recording:
         layer(tokens[:, :, :6], tokens[:, :, :6], irregular)
         layer(tokens[:, :, 6:], tokens, torch.ones(1, 7, dtype=torch.bool))
-    with pytest.raises(regard.ArgumentError, match="2 calls whose masks are stored as arrays"):
+    with pytest.raises(regard.ArgumentError, match="2 calls whose masks are not intervals"):
         recording[""]
     assert [call.shape[-2:] for call in recording.calls("")] == [(6, 6), (1, 7)]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import regard  # noqa: E402
 from regard.capture.patching import list_patches  # noqa: E402
+from regard.capture.record import CaptureOptions  # noqa: E402
 from regard.capture.watchers import watched  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.interventions import ablate, edited_rows, knockout, patch, rescore, restrict  # noqa: E402
@@ -539,6 +541,24 @@ def test_layers_of_regard(x):
     torch.testing.assert_close(edited, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-6, rtol=1e-5)
     assert not matrix[:, 1, 6, :2].any()
+
+
+def test_layers_with_their_own_softmax_are_edited_in_any_number_of_calls(monkeypatch, x):
+    """Edits record nothing, so the limit of recorded weights (1 GiB, here two calls) does not stop them."""
+    torch.manual_seed(0)
+    layer, limit = OwnSoftmax().eval(), 2 * 2 * 4 * 7 * 7 * 4
+    monkeypatch.setattr(
+        "regard.interventions.intervene.CaptureOptions", partial(CaptureOptions, max_dense_bytes=limit)
+    )
+    with torch.no_grad(), regard.intervene(layer, ablate(heads=[0, 1, 2, 3])):
+        for _ in range(5):
+            torch.testing.assert_close(layer(x), x + layer.o.bias)
+    with (
+        pytest.raises(regard.NotCapturedError, match="of at most 3,136"),
+        torch.no_grad(),
+        regard.intervene(layer, ablate(heads=0), record=True),
+    ):
+        assert all(layer(x).shape == x.shape for _ in range(3))
 
 
 # -- Refusals ----------------------------------------------------------------------------------------------

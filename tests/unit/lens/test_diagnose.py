@@ -755,3 +755,36 @@ def test_a_configuration_that_differs_between_layers_states_nothing():
     for module in model.modules():
         module.config = PerLayer()
     assert find_windows(model) == []
+
+
+class PortedAttention(torch.nn.Module):
+    """Causal attention with a softmax of its own, a soft cap that its configuration states, and learnt sinks."""
+
+    def __init__(self, uses_sinks):
+        super().__init__()
+        self.qkv, self.uses_sinks = torch.nn.Linear(32, 96), uses_sinks
+        self.sinks = torch.nn.Parameter(torch.zeros(4))
+        self.config = transformers.Gemma2Config(attn_logit_softcapping=5.0)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        scores = 5.0 * torch.tanh(q @ k.mT * 8**-0.5 / 5.0)
+        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.uses_sinks:
+            sinks = self.sinks.reshape(1, 4, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("uses_sinks", [True, False])
+def test_a_softmax_of_its_own_may_have_sinks_and_a_soft_cap(uses_sinks):
+    """Its rows tell whether there is a sink; its scores, and so a soft cap, are not known."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 32), PortedAttention(uses_sinks)).eval()
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(ids())
+    kinds = [finding.kind for finding in recording.diagnose() if finding.severity == "error"]
+    assert kinds == ([] if uses_sinks else ["sinks not used"])

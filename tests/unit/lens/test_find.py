@@ -215,6 +215,74 @@ def test_rollout_at_32768_tokens_stores_no_matrix():
     assert grown < 256
 
 
+def attend(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class Attend(torch.nn.Module):
+    """Attention without parameters, (batch, heads, n, dim)."""
+
+    def forward(self, x):
+        return attend(x)
+
+
+class Repeated(torch.nn.Module):
+    """One layer that three depths share, as in ALBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Attend()
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layer(x)
+        return x
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rollout_is_of_one_pass(depth):
+    """Two passes over texts of the same length are two rollouts, not one of twice the depth."""
+    model = torch.nn.Sequential(*(Attend() for _ in range(depth)))
+    x, other = torch.randn(2, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    one = watched(model, x)
+    np.testing.assert_allclose(one.rollout(-1), dense_rollout(one, list(one))[-1], rtol=1e-5)
+    with torch.no_grad(), regard.watch(model) as two:
+        model(x)
+        model(other)
+    with pytest.raises(ArgumentError, match=r"2 calls of '0', of several passes.* Watch one pass at a time"):
+        two.rollout(-1)
+    with torch.no_grad(), regard.watch(torch.nn.ModuleDict({"model": model})) as inside:
+        model(x)
+        model(other)
+    with pytest.raises(ArgumentError, match="several passes"):
+        inside.rollout(-1)
+
+
+def test_rollout_of_a_layer_that_several_depths_share(tmp_path):
+    model, x = Repeated(), torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    recording, expected = watched(model, x), np.eye(5)
+    for _ in range(3):
+        weights = (x @ x.mT / 2).softmax(-1)[0].double().numpy().mean(0)
+        expected, x = (0.5 * weights + 0.5 * np.eye(5)) @ expected, attend(x)
+    np.testing.assert_allclose(recording.rollout(-1), expected[-1], rtol=1e-5)
+    recording.save(tmp_path / "recording.safetensors")
+    loaded = regard.load_recording(tmp_path / "recording.safetensors")
+    np.testing.assert_allclose(loaded.rollout(-1), expected[-1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, -2, 9])
+@pytest.mark.parametrize("tokens", [None, list("abcde")])
+def test_batch_entries_that_do_not_exist(batch, tokens):
+    recording = watched(torch.nn.Sequential(Attend()), torch.ones(1, 2, 5, 4))
+    for read in (
+        lambda: recording.find(0, 1, tokens, batch=batch),
+        lambda: recording.rollout(0, tokens, batch=batch),
+        lambda: recording.page(tokens, batch=batch),
+    ):
+        with pytest.raises(IndexOutOfRangeError, match=f"batch={batch}; expected batch=0"):
+            read()
+
+
 def test_rollout_by_text_and_stack():
     recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
     with pytest.raises(
