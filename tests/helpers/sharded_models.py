@@ -91,4 +91,8 @@ def watch_layer(group: Any, kind: str, layout: str, length: int) -> dict[str, An
         torch.testing.assert_close(A.to_dense(), dense[..., positions, :], rtol=1e-5, atol=1e-6)
         for result, right in zip(found, expected, strict=True):
             torch.testing.assert_close(result.double(), right[..., positions].double(), rtol=1e-5, atol=1e-6)
+    assert "attention" in recording and "other" not in recording
+    own_bytes = 4 * len(positions) * WIDTH  # of a query, or of a key, in float32
+    assert own_bytes < recording.nbytes <= (1 + size) * own_bytes
+    assert "attention" in recording._repr_html_() and "empty" not in recording._repr_html_()
     return {"identical": torch.equal(before, after), "names": list(recording), "shape": tuple(A.shape)}

@@ -86,7 +86,7 @@ class Attribution:
         Returns:
             (…, heads, rows, kv_len); an integer drops the axis of rows.
         """
-        gradient, value = self.gradients[name], self._find_call(name).value
+        value, gradient = self._find_call(name).value, self.gradients[name]
         assert value is not None
         value = value.detach()
         value = value.repeat_interleave(gradient.shape[-3] // value.shape[-3], -3)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from regard.capture.call import Call
 from regard.errors import ArgumentError, NotCapturedError
 from regard.lens.recording import Recording
+from regard.render import notebook
 
 if TYPE_CHECKING:
     from regard.distributed.matrix import DistributedMatrix
@@ -87,6 +88,22 @@ class ShardedRecording(Recording):
 
     def __len__(self) -> int:
         return len(self._matrices)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._matrices
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the queries and keys that this rank holds."""
+        specs = [matrix._spec for matrices in self._matrices.values() for matrix in matrices]
+        return sum(int(spec.query.nbytes + spec.key.nbytes) for spec in specs)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [str(number), name, ", ".join(str(matrix.shape) for matrix in matrices)]
+            for number, (name, matrices) in enumerate(self._matrices.items())
+        ]
+        return notebook.render_table(repr(self), ["layer", "module", "shape"], rows, [False, True, True], "")
 
     def __repr__(self) -> str:
         return f"<recording of {len(self)} layers over the ranks of a group, {self._layout}>"

@@ -127,8 +127,8 @@ def watch(
     Raises:
         ArgumentTypeError: If `model` or `measures` has the wrong type.
         ArgumentError: If the model is compiled or scripted, `layers` names no module of it, `spans` are empty or
-            overlap, or `grad` or `spans` is combined with `measures`. With `grad`, also if a layer runs where gradients
-            are disabled.
+            overlap, or `grad`, `values` or `spans` is combined with `measures`. With `grad`, also if a layer runs where
+            gradients are disabled.
         NotCapturedError: If an attention layer ran and was not captured, at the end of the block. The message says why,
             and what to do.
 
@@ -162,6 +162,13 @@ def watch(
             received="grad=True and measures",
             expected="one of them: measures are computed during the run, without gradients",
             hint="Omit measures, and compute them from the recording: recording[name].measure(…) has gradients.",
+        )
+    if values and measures is not None:
+        raise ArgumentError(
+            "watch",
+            received="values=True and measures",
+            expected="one of them: measures are recorded instead of the tensors of a call",
+            hint="Omit measures, and compute them from the recording: recording[name].measure(…).",
         )
     if spans is not None and measures is not None:
         raise ArgumentError(

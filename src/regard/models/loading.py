@@ -107,9 +107,7 @@ def check_folder(path: Path) -> None:
         )
     if any(path.glob("*.safetensors")):
         return
-    pickled = sorted(
-        file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in path.glob(f"*.{suffix}")
-    )
+    pickled = _find_pickled(path)
     found = f"{pickled[0]} and no *.safetensors" if pickled else "no weights"
     hint = "Pass the folder that holds them. If it is a git checkout, fetch its large files."
     if pickled:
@@ -125,6 +123,18 @@ def check_folder(path: Path) -> None:
     )
 
 
+def _find_pickled(path: Path) -> list[str]:
+    """List the files of a folder that may be pickled weights."""
+    return sorted(file.name for suffix in ("bin", "pt", "pth", "ckpt") for file in path.glob(f"*.{suffix}"))
+
+
+def _find_snapshot(name: str) -> Path:
+    """Return the folder of a model in the cache of the Hub, whose config.json is there."""
+    import huggingface_hub
+
+    return Path(str(huggingface_hub.try_to_load_from_cache(name, "config.json"))).parent
+
+
 def load_with_transformers(
     name: str, source: str, *, trust_remote_code: bool, dtype: str, local_files_only: bool, part: str
 ) -> LoadedModel:
@@ -135,7 +145,7 @@ def load_with_transformers(
         with _translate_errors(name):
             config = transformers.AutoConfig.from_pretrained(source, **options)
             model_class = _find_model_class(transformers, config, trust_remote_code)
-        with _translate_errors(name, loads_weights=True):
+        with _translate_errors(name, loads_weights=True, is_offline=local_files_only):
             model, loading_info = model_class.from_pretrained(
                 source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
             )
@@ -209,7 +219,7 @@ def _find_model_class(transformers: Any, config: Any, trust_remote_code: bool) -
 
 
 @contextmanager
-def _translate_errors(name: str, loads_weights: bool = False) -> Iterator[None]:
+def _translate_errors(name: str, loads_weights: bool = False, is_offline: bool = False) -> Iterator[None]:
     """Raise errors of transformers as one-line `ArgumentError`s with a hint."""
     try:
         yield
@@ -222,11 +232,12 @@ def _translate_errors(name: str, loads_weights: bool = False) -> Iterator[None]:
             reason = "it needs its own code, which would run here"
             expected = "a model whose class is part of transformers"
             hint = "If you have read that code and trust it: --trust-remote-code, or trust_remote_code=True."
-        elif on_hub and loads_weights:
+        elif on_hub and loads_weights and not (is_offline and not _find_pickled(_find_snapshot(name))):
             reason, expected = "it has no *.safetensors", "weights that can be read without running code"
             hint = "Use a copy in safetensors, or convert one you trust: model.save_pretrained(folder)."
-        elif on_hub and ("connect" in message or "cache" in message or "offline" in message):
-            reason, expected = "not cached, and the Hub is unreachable", "a model that is available locally"
+        elif on_hub and (loads_weights or any(word in message for word in ("connect", "cache", "offline"))):
+            missing = "its weights are not cached" if loads_weights else "not cached"
+            reason, expected = f"{missing}, and the Hub is unreachable", "a model that is available locally"
             hint = "Download it once with a network, or pass a folder with config.json and *.safetensors."
         raise ArgumentError("load", received=f"{name!r} ({reason})", expected=expected, hint=hint) from error
 

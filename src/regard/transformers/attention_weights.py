@@ -270,7 +270,7 @@ class AttentionWeights:
         Returns:
             A tensor, or lazy weights.
         """
-        return self._add_up(resolve_dims(dim, self.ndim), keepdim, dtype, is_mean=False)
+        return self._reduce(resolve_dims(dim, self.ndim, "sum"), keepdim, dtype, is_mean=False)
 
     def mean(self, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
         """Average the weights.
@@ -283,9 +283,9 @@ class AttentionWeights:
         Returns:
             A tensor, or lazy weights.
         """
-        return self._add_up(resolve_dims(dim, self.ndim), keepdim, dtype, is_mean=True)
+        return self._reduce(resolve_dims(dim, self.ndim, "mean"), keepdim, dtype, is_mean=True)
 
-    def _add_up(self, dims: list[int], keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool) -> Any:
+    def _reduce(self, dims: list[int], keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool) -> Any:
         weights = self if dtype is None else self.to(dtype)
         tokens = [axis for axis in dims if axis >= self.ndim - 2]
         count = math.prod(self.shape[axis] for axis in dims)
@@ -318,14 +318,17 @@ class AttentionWeights:
         values, indices = (self._convert(part.unsqueeze(dim) if keepdim else part) for part in found)
         return torch.return_types.max((values, indices))
 
-    def amax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """Return the largest weights; see `max`.
 
         Args:
-            dim: An axis; None for all weights.
-            keepdim: Whether the axis stays, with size 1.
+            dim: Axis or axes; None for all weights.
+            keepdim: Whether the axes stay, with size 1.
         """
-        return self.max() if dim is None else self.max(dim, keepdim).values
+        *others, last = resolve_dims(dim, self.ndim, "amax")
+        values = self.max(last, keepdim=True).values
+        values = values.amax(others, keepdim=True) if others else values
+        return values if keepdim else values.squeeze((*others, last))
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Return the indices of the largest weights; see `max`.
@@ -335,6 +338,7 @@ class AttentionWeights:
             keepdim: Whether the axis stays, with size 1.
         """
         if dim is not None:
+            self._resolve_token_axis("argmax", dim)
             return self.max(dim, keepdim).indices
         values, indices = self._find_largest(-1)
         row = values.flatten().argmax()
@@ -358,6 +362,7 @@ class AttentionWeights:
             values, indices = self._matrix.topk(k)
             values = values * self._factor
         else:
+            self._matrix.lazy[..., :0, :].topk(k)  # checks k
             bands = [band.sort(dim=-1, descending=True, stable=True) for band in self._bands()]
             values = torch.cat([band.values[..., :k] for band in bands], -2)
             indices = torch.cat([band.indices[..., :k] for band in bands], -2)
@@ -392,7 +397,11 @@ class AttentionWeights:
             yield self._finish(self._matrix.lazy[..., start : start + rows, :].to_dense())
 
     def _resolve_token_axis(self, operation: str, dim: int) -> int:
-        (axis,) = resolve_dims(dim, self.ndim)
+        axis, *others = resolve_dims(dim, self.ndim, operation)
+        if others:
+            self._refuse(
+                f"weights.{operation}(dim={dim})", "Pass one axis: −1 for each row, −2 for each column."
+            )
         if axis < self.ndim - 2:
             hint = (
                 f"Over heads it has as many numbers as the matrix: weights.to_dense().{operation}(dim={dim})."
@@ -455,6 +464,13 @@ class AttentionWeights:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __matmul__ = __rmatmul__ = __pow__ = _refuse_arithmetic
     __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are the same object; refuse to compare each weight with a number or an array."""
+        if isinstance(other, int | float | np.number | np.ndarray | torch.Tensor):
+            self._refuse_arithmetic(other)
+        return self is other
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -492,10 +508,10 @@ def _find_weights(arguments: Any) -> Iterator[AttentionWeights]:
             yield from _find_weights(argument)
 
 
-def resolve_dims(dim: Any, ndim: int) -> list[int]:
+def resolve_dims(dim: Any, ndim: int, operation: str) -> list[int]:
     """Resolve an axis, several, or None for all, to sorted positions from 0.
 
-    >>> resolve_dims((-1, 0), 4), resolve_dims(None, 2)
+    >>> resolve_dims((-1, 0), 4, "sum"), resolve_dims(None, 2, "sum")
     ([0, 3], [0, 1])
     """
     if dim is None or dim == ():
@@ -504,7 +520,7 @@ def resolve_dims(dim: Any, ndim: int) -> list[int]:
     dims = sorted({axis + ndim if axis < 0 else axis for axis in given})
     if len(dims) != len(given) or not all(0 <= axis < ndim for axis in dims):
         raise ArgumentError(
-            "weights.sum",
+            f"weights.{operation}",
             received=f"dim={dim}",
             expected=f"different axes from {-ndim} to {ndim - 1}",
             hint="The axes are batch, heads, queries and keys.",

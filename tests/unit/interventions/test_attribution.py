@@ -225,8 +225,15 @@ def test_a_layer_that_runs_several_times_is_complete():
         for weight in model.parameters():
             weight.add_(torch.randn(weight.shape), alpha=0.2)
     for baseline in ("zero", "mean"):
-        (row,) = attribution(model, tokens, metric, baseline=baseline, steps=128).completeness
+        found = attribution(model, tokens, metric, baseline=baseline, steps=128)
+        (row,) = found.completeness
         assert row["gap"] < 0.02 * abs(row["change"])
+    (name,) = found.recording
+    for read in (found.weight_gradients, found.by_query, found.by_key):
+        with pytest.raises(
+            ArgumentError, match="which was called 3 times; expected a layer that was called once"
+        ):
+            read(name)
 
 
 def test_edges_of_a_matrix_in_numpy():

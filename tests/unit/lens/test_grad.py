@@ -194,6 +194,8 @@ def test_a_learnt_bias_has_gradients():
 def test_what_has_no_gradients_is_refused():
     layer = Layer("sdpa")
     model, x = nn.ModuleDict({"layer": layer}), torch.randn(1, LENGTH, 8)
+    with pytest.raises(ArgumentError, match="values=True and measures"):
+        regard.watch(model, values=True, measures="default")
     with pytest.raises(ArgumentError, match="grad=True and measures"):
         regard.watch(model, grad=True, measures="default")
     for context in (torch.no_grad, torch.inference_mode):

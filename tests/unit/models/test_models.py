@@ -362,3 +362,7 @@ def test_a_name_on_the_hub_is_loaded_from_the_cache(folder, tmp_path, monkeypatc
     weights = cached / "snapshots" / commit / "model.safetensors"
     weights.rename(weights.with_name("pytorch_model.bin"))
     assert "received 'owner/llama' (it has no *.safetensors)" in error_message("owner/llama")
+    weights.with_name("pytorch_model.bin").unlink()
+    message = error_message("owner/llama")
+    assert "received 'owner/llama' (its weights are not cached, and the Hub is unreachable)" in message
+    assert "Download it once with a network" in message

@@ -79,6 +79,11 @@ READINGS = {
     "max of columns": lambda a: a.max(-2, keepdim=True).values,
     "max of rows of the mean": lambda a: a.mean(1).max(-1).values,
     "max of columns of the mean": lambda a: a.mean(1).amax(-2),
+    "max of the whole": lambda a: a.amax(),
+    "max of each head": lambda a: torch.amax(a, dim=(-2, -1)),
+    "max of each head, kept": lambda a: a.amax((-2, -1), keepdim=True),
+    "max of each head of the mean": lambda a: a.mean(1).amax((1, 2)),
+    "max over heads and keys": lambda a: a.amax((1, -1)),
     "max of minus": lambda a: (a * -1).max(-1).values,
     "topk": lambda a: a.topk(3).values,
     "topk of the mean": lambda a: a.mean(1).topk(2, dim=-1).values,
@@ -142,6 +147,9 @@ REFUSED = {
     "plus": lambda a: a + a,
     "times a tensor": lambda a: a * torch.ones(11),
     "compared": lambda a: a > 0.5,
+    "equal to a number": lambda a: a == 0,
+    "different from a tensor": lambda a: a != torch.zeros(11),
+    "max of two axes": lambda a: a.max((-2, -1)),
     "numpy": lambda a: a.numpy(),
     "asarray": lambda a: np.asarray(a),
     "array of a list": lambda a: np.array([a, a]),
@@ -158,7 +166,29 @@ def test_what_would_store_the_matrix_is_refused_with_a_fix(layer, name):
         ArgumentTypeError, match=r"lazy weights of shape \(2, 4, 11, 11\).* 3,872 bytes"
     ) as caught:
         REFUSED[name](layer[0])
-    assert any(fix in caught.value.hint for fix in ("to_dense()", "weights[", "Leave it out", "topk(k)"))
+    assert any(
+        fix in caught.value.hint for fix in ("to_dense()", "weights[", "Leave it out", "topk(k)", "one axis")
+    )
+
+
+def test_weights_are_equal_to_themselves_alone(layer):
+    lazy, other = layer[0], layer[0] * 2
+    assert lazy == lazy and lazy != other and lazy != None  # noqa: E711
+    assert [other, lazy].index(lazy) == 1 and len({lazy, other, lazy}) == 2
+
+
+@pytest.mark.parametrize("k", [0, -1, 12, 1.5])
+@pytest.mark.parametrize("read", [lambda a: a, lambda a: a.mean(1), lambda a: a * -1])
+def test_topk_takes_a_number_of_keys(layer, read, k):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match="k"):
+        read(layer[0]).topk(k)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "max", "argmax", "topk"])
+def test_an_axis_that_does_not_exist_names_the_method(layer, name):
+    options = {"k": 1} if name == "topk" else {}
+    with pytest.raises(ArgumentError, match=rf"weights\.{name}: received dim=4; expected different axes"):
+        getattr(layer[0], name)(dim=4, **options)
 
 
 def test_other_methods_of_tensors_name_the_fix(layer):
