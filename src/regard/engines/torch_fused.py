@@ -223,7 +223,7 @@ def prepare_fast_product(
         return None
     (batch, heads, q_len, head_dim), k_shape = query.shape, key.shape
     k_batch, kv_heads, kv_len, _ = k_shape
-    if batch != k_batch or not (batch and heads and q_len and head_dim and kv_len):
+    if batch != k_batch or not (batch and heads and q_len and head_dim and kv_heads and kv_len):
         return None
     dtype = query.dtype
     if not (dtype is key.dtype and scale > 0 and query.stride()[3] == key.stride()[3] == 1):
@@ -235,8 +235,8 @@ def prepare_fast_product(
             return None
         is_causal = diagonal == 0 and kv_len > 1
     kernel = kernels.get_kernel(device_type)
-    if kernel is None or (heads != kv_heads and not kernel.takes_groups):
-        return None
+    if kernel is None or (heads != kv_heads and (heads % kv_heads or not kernel.takes_groups)):
+        return None  # one query head of several key heads is not a group
     if kernel.dtypes is not None:
         if dtype not in kernel.dtypes or batch * heads > MAX_PAIRS:
             return None

@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_len": (0, 1, 2, 31, 33, 257, "tile - 1", "tile + 1", "2 tile + 1"),
     "head_dim": (1, 2, 3, 8, 64, 72, 129),
     "value_dim": ("head_dim", 1, 5, 48),
-    "heads": ("none", "three", "batch", "grouped", "multi-query"),
+    "heads": ("none", "three", "batch", "grouped", "multi-query", "one query head"),
     "layout": ("contiguous", "transposed", "expanded", "sliced", "reversed"),
     "values": ("normal", "large scores", "one-hot", "denormal", "NaN masked", "NaN live"),
     "change": (
@@ -100,7 +100,7 @@ class CaseInputs:
     """The inputs of a case.
 
     Args:
-        query: (*lead, q_len, head_dim).
+        query: (*q_lead, q_len, head_dim).
         key: (*kv_lead, kv_len, head_dim).
         value: (*kv_lead, kv_len, value_dim).
         arguments: Keyword arguments of `regard.attention`.
@@ -139,15 +139,16 @@ def build_inputs(case: Case, tile: int) -> CaseInputs | None:
     rng = np.random.default_rng(case.seed)
     lengths = {"tile - 1": tile - 1, "tile + 1": tile + 1, "2 tile + 1": 2 * tile + 1}
     q_len, kv_len = lengths.get(case.q_len, case.q_len), lengths.get(case.kv_len, case.kv_len)
-    lead, kv_lead = {
-        "none": ((), ()),
-        "three": ((3,), (3,)),
-        "batch": ((2, 3), (2, 3)),
-        "grouped": ((2, 6), (2, 2)),
-        "multi-query": ((2, 3), (2, 1)),
+    lead, q_lead, kv_lead = {
+        "none": ((), (), ()),
+        "three": ((3,), (3,), (3,)),
+        "batch": ((2, 3), (2, 3), (2, 3)),
+        "grouped": ((2, 6), (2, 6), (2, 2)),
+        "multi-query": ((2, 3), (2, 3), (2, 1)),
+        "one query head": ((2, 3), (2, 1), (2, 3)),
     }[case.heads]
     value_dim = case.head_dim if case.value_dim == "head_dim" else case.value_dim
-    query, key = (rng.normal(size=(*x, n, case.head_dim)) for x, n in ((lead, q_len), (kv_lead, kv_len)))
+    query, key = (rng.normal(size=(*x, n, case.head_dim)) for x, n in ((q_lead, q_len), (kv_lead, kv_len)))
     value = rng.normal(size=(*kv_lead, kv_len, value_dim))
     mask, allowed = build_mask(case.mask, (*lead, q_len, kv_len), rng)
     arguments, definition = _build_change(case.change, (*lead, q_len, kv_len), rng)
@@ -551,9 +552,9 @@ def _magnitudes(inputs: CaseInputs, exact: reference.Definition) -> tuple[Any, A
 
 def _zero_invisible_values(inputs: CaseInputs) -> Any:
     """Replace NaN and inf that no query may attend to by zeros: the definition is unchanged and much faster."""
-    allowed = np.broadcast_to(
-        inputs.definition.get("mask", True), (*inputs.query.shape[:-1], inputs.key.shape[-2])
-    )
+    lead = max(inputs.query.shape[:-2], inputs.key.shape[:-2])  # either may have one head
+    shape = (*lead, inputs.query.shape[-2], inputs.key.shape[-2])
+    allowed = np.broadcast_to(inputs.definition.get("mask", True), shape)
     visible = visible_keys(allowed, inputs.value.shape[:-2])[..., None]
     return np.where(visible | np.isfinite(inputs.value), inputs.value, inputs.value.dtype.type(0))
 
