@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -393,23 +393,30 @@ def detach(array: Any) -> Any:
 
 def detach_arrays(arguments: SpecOrProblem) -> SpecOrProblem:
     """Return arguments of detached arrays and without an engine, as a deep copy or a file keeps them."""
-    score_mods = tuple(map(copy.copy, arguments.score_mods))
-    for score_mod in score_mods:
-        vars(score_mod).update({name: detach(array) for name, array in vars(score_mod).items()})
+    parts = (arguments.mask, arguments.score_mods)
+    mask, score_mods = copy.deepcopy(parts, {id(array): detach(array) for array in find_arrays(*parts)})
     query, key, sink = map(detach, (arguments.query, arguments.key, arguments.sink))
     none: Any = None
-    return replace(arguments, engine=none, query=query, key=key, sink=sink, score_mods=score_mods)
+    return replace(
+        arguments, engine=none, query=query, key=key, sink=sink, mask=mask, score_mods=score_mods
+    )
 
 
-def _list_fields(parts: Iterable[Any]) -> Iterator[Any]:
-    """List the fields of masks and score modifications, and of the ones they combine."""
+def find_arrays(*parts: Any) -> list[Any]:
+    """Find the arrays that masks and score modifications hold, at any depth of lists, dataclasses and torch modules."""
+    arrays = []
     for part in parts:
-        if isinstance(part, Mask | ScoreMod):
-            yield from _list_fields(vars(part).values())
+        if hasattr(part, "dtype"):
+            arrays.append(part)
         elif isinstance(part, list | tuple):
-            yield from _list_fields(part)
-        else:
-            yield part
+            arrays += find_arrays(*part)
+        elif isinstance(part, dict):
+            arrays += find_arrays(*part.values())
+        elif hasattr(part, "parameters") and hasattr(part, "buffers"):
+            arrays += [*part.parameters(), *part.buffers()]
+        elif isinstance(part, Mask | ScoreMod) or is_dataclass(part):
+            arrays += find_arrays(*vars(part).values())
+    return arrays
 
 
 @dataclass(slots=True)
@@ -435,10 +442,7 @@ class Spec:
 
     def list_arrays(self) -> list[Any]:
         """List everything that the weights depend on: query, key, sink, and what mask and modifications hold."""
-        arrays = [self.query, self.key]
-        if self.mask is not None or self.score_mods or self.sink is not None:
-            arrays += [self.sink, *_list_fields((self.mask, *self.score_mods))]
-        return arrays
+        return [self.query, self.key, *find_arrays(self.sink, self.mask, self.score_mods)]
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from regard import attention, relative_bias
+from regard import ScoreMod, attention, relative_bias
 from regard.score_mods import relative_buckets
 
 
@@ -60,3 +60,77 @@ def test_relative_bias_adds_the_entry_of_each_head(bidirectional, align):
                 bucket = compute_bucket(j - i - offset, 8, 20, bidirectional)
                 added = A.scores[head, i, j] - plain.scores[head, i, j]
                 assert added == pytest.approx(table[bucket, head], abs=1e-12)
+
+
+# Where a user's modification may keep a tensor: how the tensor of each distance is read from what it holds.
+HOLDERS = {
+    "attribute": (lambda tensor: tensor, lambda held: held),
+    "list": (lambda tensor: [None, tensor], lambda held: held[1]),
+    "dictionary": (lambda tensor: {"of": {"keys": tensor}}, lambda held: held["of"]["keys"]),
+    "module": (lambda tensor: make_embedding(tensor), lambda held: held.weight[:, 0]),
+    "modification": (lambda tensor: Held([tensor], lambda held: held[0]), lambda held: held.held[0]),
+}
+
+
+class Held(ScoreMod):
+    """A bias of each distance, from a tensor that is held somewhere inside the modification."""
+
+    def __init__(self, held, read) -> None:
+        self.held, self.read = held, read
+
+    def additive_bias(self, frame, q_idx, kv_idx, xp, dtype):
+        return self.read(self.held)[np.abs(q_idx[:, None] - kv_idx[None])][None]
+
+
+def make_embedding(tensor):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Embedding(len(tensor), 1, dtype=tensor.dtype)
+    module.weight = torch.nn.Parameter(tensor.detach()[:, None])
+    return module
+
+
+@pytest.mark.parametrize("with_query", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_tensor_gets_its_gradient_wherever_a_modification_holds_it(holder, with_query):
+    torch = pytest.importorskip("torch")
+    hold, read = HOLDERS[holder]
+    rng = torch.Generator().manual_seed(0)
+    query, key, value, weight = torch.randn(4, 2, 7, 5, dtype=torch.float64, generator=rng).unbind(0)
+    table = torch.randn(7, dtype=torch.float64, generator=rng).requires_grad_()
+    query.requires_grad_(with_query)
+    held = hold(table)
+    learned = next(held.parameters()) if holder == "module" else table
+    A = attention(query, key, score_mod=Held(held, read))
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+    scores = query @ key.mT * 5**-0.5 + table[distance]
+    eager = torch.softmax(scores, -1)
+    of_rows = weight[..., 0]
+    for found, expected in (
+        ((A @ value * weight).sum(), (eager @ value * weight).sum()),
+        ((A.entropy() * of_rows).sum(), (-(eager * eager.log()).sum(-1) * of_rows).sum()),
+        ((A.lse * of_rows).sum(), (scores.logsumexp(-1) * of_rows).sum()),
+    ):
+        (gradient,) = torch.autograd.grad(found, learned, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected, table, retain_graph=True)
+        torch.testing.assert_close(gradient.reshape(-1), wanted)
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_copy_and_a_change_in_place_reach_a_tensor_wherever_a_modification_holds_it(holder):
+    torch = pytest.importorskip("torch")
+    hold, read = HOLDERS[holder]
+    query = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(1))
+    table = torch.linspace(0.0, 2.0, 7).requires_grad_() * 1.0  # not a leaf, which torch does not copy
+    held = hold(table)
+    A = attention(query, query, score_mod=Held(held, read))
+    before, _ = A.to_dense().detach(), A.lse
+    copied = A.copy()
+    with torch.no_grad():
+        read(held).mul_(-3.0)
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).abs()
+    eager = torch.softmax(query @ query.mT * 5**-0.5 + read(held)[distance], -1)
+    with torch.no_grad():
+        torch.testing.assert_close(A.to_dense(), eager)
+        torch.testing.assert_close(A[1, 2, 3], eager[1, 2, 3])
+    torch.testing.assert_close(copied.to_dense(), before)
+    assert not copied.entropy().requires_grad

@@ -18,7 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describ
 from regard.frame import Frame
 from regard.masks import Mask
 from regard.masks.base import BlockKinds
-from regard.problem import Spec
+from regard.problem import Spec, find_arrays
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 
@@ -79,7 +79,7 @@ def attention(
         spec = build_spec(query, key, mask, score_mod, scale, sink, enable_gqa)
         check_mask_and_score_mods(mask, spec.score_mods)
         for mod in spec.score_mods:
-            if any(getattr(array, "requires_grad", False) for array in vars(mod).values()):
+            if any(getattr(array, "requires_grad", False) for array in find_arrays(mod)):
                 raise ArgumentError(
                     "attention",
                     received=f"{mod!r} with an array that requires a gradient",

@@ -21,7 +21,7 @@ from regard.engines.torch_precision import has_float64, use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
 from regard.masks import Mask
-from regard.problem import LoopMeasure, Problem
+from regard.problem import LoopMeasure, Problem, find_arrays
 from regard.types import Array, IntArray
 from regard.validation import as_array
 
@@ -328,8 +328,8 @@ class TorchEngine:
     # Gradients
 
     def requires_grad(self, problem: Problem, *arrays: Array) -> bool:
-        mod_arrays = (array for score_mod in problem.score_mods for array in vars(score_mod).values())
-        return any(map(fused.requires_grad, (problem.query, problem.key, problem.sink, *arrays, *mod_arrays)))
+        own = (problem.query, problem.key, problem.sink, *find_arrays(problem.score_mods))
+        return any(map(fused.requires_grad, (*own, *arrays)))
 
     def differentiate(
         self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]

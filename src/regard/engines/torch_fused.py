@@ -22,7 +22,7 @@ from regard.engines.torch_kernels import Kernel
 from regard.engines.torch_precision import has_ieee_products
 from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
 from regard.masks import Mask
-from regard.problem import Problem
+from regard.problem import Problem, find_arrays
 from regard.score_mods import ScoreMod
 from regard.types import IntArray
 
@@ -54,9 +54,7 @@ def run_fused_product(
     if kernel is None or not value.numel() or (kernel.dtypes is not None and common not in kernel.dtypes):
         return None
     mask, tensors = problem.mask, (problem.query, problem.key, value)
-    learns_bias = any(
-        requires_grad(array) for score_mod in problem.score_mods for array in vars(score_mod).values()
-    )
+    learns_bias = any(map(requires_grad, find_arrays(problem.score_mods)))
     differentiates = learns_bias or any(map(requires_grad, (*tensors, problem.sink)))
     if learns_bias or (differentiates and kernel.backward is None):
         return None  # the kernel has no gradient for them

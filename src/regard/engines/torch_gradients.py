@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.engines.compensated import resolve_sums
 from regard.frame import take_range
-from regard.problem import LoopMeasure, Problem
+from regard.problem import LoopMeasure, Problem, find_arrays
 from regard.tiling import tile_sizes
 from regard.types import IntArray
 
@@ -72,9 +72,8 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
 
 def _list_inputs(problem: Problem, measures: Sequence[LoopMeasure]) -> list[Tensor]:
     """List the tensors that get a gradient."""
-    of_mods = (array for score_mod in problem.score_mods for array in vars(score_mod).values())
     of_measures = (getattr(measure, "array", None) for measure in measures)
-    arrays: list[Any] = [problem.query, problem.key, problem.sink, *of_mods, *of_measures]
+    arrays = [problem.query, problem.key, problem.sink, *find_arrays(problem.score_mods), *of_measures]
     return [array for array in arrays if isinstance(array, torch.Tensor) and array.requires_grad]
 
 

@@ -78,8 +78,7 @@ class TokenPositions:
             return replace(score_mod, align="lower_right")
         # A fused kernel recognises an additive score modification by its class.
         is_additive = type(score_mod).additive_bias is not ScoreMod.additive_bias
-        learned = next((array for array in vars(score_mod).values() if hasattr(array, "requires_grad")), None)
-        return (PositionalBias if is_additive else PositionalScoreMod)(score_mod, self, learned)
+        return (PositionalBias if is_additive else PositionalScoreMod)(score_mod, self)
 
     def full_frame(self, frame: Frame) -> Frame:
         """Return the frame of the whole sequence, from the frame of the part."""
@@ -163,7 +162,6 @@ class PositionalScoreMod(ScoreMod):
 
     score_mod: ScoreMod
     positions: TokenPositions
-    array: Any  # its learned tensor, where gradient checks look for one
 
     def apply(self, scores: Array, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         def evaluate(pairs: Any, full: Frame, rows: IntArray, columns: IntArray) -> Array:
