@@ -30,7 +30,7 @@ class RowSum:
 
 
 @dataclass(frozen=True, eq=False)
-class BandSum:
+class DistanceSum:
     """The sum of the weights of each row at some distances: (pairs, rows), float64.
 
     A key counts if `least` ≤ kv_idx − q_idx ≤ `most` and, with labels, if it has the label of the row.
@@ -92,4 +92,4 @@ class RowMaxScore:
     """The largest score of each row, without the sink: (pairs, rows), float64; −inf for a row without live keys."""
 
 
-Accumulator = RowSum | BandSum | ColumnSum | DiagonalSum | CellReduction | RowTopK | RowMaxScore
+Accumulator = RowSum | DistanceSum | ColumnSum | DiagonalSum | CellReduction | RowTopK | RowMaxScore

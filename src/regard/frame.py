@@ -14,10 +14,6 @@ from regard.errors import ArgumentError, format_named_shape, format_shape
 from regard.types import Align, Array, IntArray
 from regard.validation import check_align
 
-# If |query| · |key| · scale is above this, a weight must not be recomputed from the lse of another computation: a score
-# then has an error of eps times this, and its weight the same relative error.
-EXACT_ROWS_LIMIT = 64
-
 
 class Resolvable(Protocol):
     """A mask or a score modification that resolves some of its numbers for a frame."""
@@ -56,6 +52,12 @@ class Frame:
     def select(self, which: IntArray) -> Frame:
         """Return the frame of some of the selected pairs."""
         return Frame(self.leading_shape, self.q_len, self.kv_len, self.selected[which])
+
+    def split_batch(self) -> list[IntArray]:
+        """Split the numbers of the selected pairs, from 0 on, by batch entry."""
+        heads = self.leading_shape[-1] if self.leading_shape else 1
+        entry = self.selected // max(heads, 1)
+        return np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1)
 
     @cached_property
     def _resolved(self) -> dict[int, tuple[Resolvable, Any]]:

@@ -21,21 +21,12 @@ from regard.accumulators import Accumulator
 from regard.errors import ArgumentError, format_named_shape
 from regard.frame import Frame, is_contiguous
 from regard.masks import Mask
+from regard.masks.base import classify_blocks
 from regard.render import text
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
 
 SpecOrProblem = TypeVar("SpecOrProblem", "Spec", "Problem")
-
-
-class LoopMeasure(Protocol):
-    """The methods of a measure that the loop calls; `regard.measures.Measure` documents them and optional others."""
-
-    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any: ...
-    def step(
-        self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
-    ) -> Any: ...
-    def finish(self, state: Any) -> Any: ...
 
 
 class Engine(Protocol):
@@ -330,11 +321,12 @@ class Engine(Protocol):
         """
         return None
 
-    def needs_exact_rows(self, problem: Problem) -> bool:
-        """Return whether weights must be normalised by their own row's sum, not by the lse of a fused kernel.
+    def find_largest_norm(self, array: Array, dtype: Any) -> float:
+        """Return the largest Euclidean norm along the last axis, computed in a dtype; 0 for an empty array.
 
         Args:
-            problem: Matrix in canonical form.
+            array: (own pairs, length, dim).
+            dtype: Dtype to compute in.
         """
 
     # Gradients
@@ -349,7 +341,7 @@ class Engine(Protocol):
         return False
 
     def differentiate(
-        self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
+        self, problem: Problem, measures: Sequence[Any], bands: Sequence[IntArray]
     ) -> list[Any]:
         """Compute measures with gradients.
 
@@ -385,6 +377,18 @@ class Engine(Protocol):
 
 # The problem
 
+# A score that is larger has a rounding error that its weight would show: eps times the score.
+LARGE_SCORE = 64
+
+
+def may_have_large_scores(query_norm: float, key_norm: float, scale: float) -> bool:
+    """Return whether scores of these norms may be too large for weights from the lse of another computation.
+
+    A kernel adds up its scores in a different order, so that a weight recomputed from its lse has a relative error of
+    eps · |query| · |key| · scale.
+    """
+    return not query_norm * key_norm * abs(scale) < LARGE_SCORE  # NaN counts as large
+
 
 def detach(array: Any) -> Any:
     """Return an array without the graph of its gradient; anything but a tensor unchanged."""
@@ -397,9 +401,7 @@ def detach_arrays(arguments: SpecOrProblem) -> SpecOrProblem:
     mask, score_mods = copy.deepcopy(parts, {id(array): detach(array) for array in find_arrays(*parts)})
     query, key, sink = map(detach, (arguments.query, arguments.key, arguments.sink))
     none: Any = None
-    return replace(
-        arguments, engine=none, query=query, key=key, sink=sink, mask=mask, score_mods=score_mods
-    )
+    return replace(arguments, engine=none, query=query, key=key, sink=sink, mask=mask, score_mods=score_mods)
 
 
 def find_arrays(*parts: Any) -> list[Any]:
@@ -562,9 +564,15 @@ class Problem:
         return None
 
     @cached_property
-    def needs_exact_rows(self) -> bool:
+    def largest_norms(self) -> tuple[float, float]:
+        """The largest norm of a query and of a key."""
+        norm = self.engine.find_largest_norm
+        return norm(self.query, self.dtype), norm(self.key, self.dtype)
+
+    @cached_property
+    def has_large_scores(self) -> bool:
         """Whether weights must be normalised by the sum of their own computation, not by a kernel's lse."""
-        return self.engine.needs_exact_rows(self)
+        return may_have_large_scores(*self.largest_norms, self.scale)
 
     def compute_unnormalised_weights(self, rows: IntArray, columns: IntArray, full: bool) -> Array | None:
         """Weights of a tile before the division by the row sum; None if they are exponentials of the scores."""
@@ -654,13 +662,11 @@ class Problem:
         if not len(kv_lo) or not len(rows):
             return []
         kv_hi = np.minimum(kv_lo + width, kv_range.stop)
-        may, must = np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool)
-        if self.mask is not None:
-            q_idx = self.positions[rows]
-            may, must = self.mask.classify_blocks(
-                self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi
-            )
-        return [(np.arange(kv_lo[i], kv_hi[i]), bool(must[i])) for i in np.flatnonzero(may)]
+        q_idx = self.positions[rows]
+        nonempty, full = classify_blocks(
+            self.mask, self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi
+        )
+        return [(np.arange(kv_lo[i], kv_hi[i]), bool(full[i])) for i in np.flatnonzero(nonempty)]
 
 
 # Leading axes

@@ -211,7 +211,7 @@ def test_weights_in_node_are_within_the_stated_error(answers, case):
     assert (apart <= error.relative * wanted[good] + 1e-30).all()
     assert (apart <= error.absolute).all()
     live = matrix.scores[...].reshape(cells.shape) != -np.inf
-    if not matrix._problem.score_mods:  # a bias of −inf is a score, in the page
+    if not matrix.problem.score_mods:  # a bias of −inf is a score, in the page
         np.testing.assert_array_equal(masked == 0, live)
     assert (cells[~live] == 0).all()
     for other in (rows, tile, np.where(masked == 1, 0, picture)):

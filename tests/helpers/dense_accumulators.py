@@ -8,10 +8,10 @@ import numpy as np
 
 from regard.accumulators import (
     Accumulator,
-    BandSum,
     CellReduction,
     ColumnSum,
     DiagonalSum,
+    DistanceSum,
     RowMaxScore,
     RowSum,
     RowTopK,
@@ -43,7 +43,7 @@ def accumulate_dense(accumulator: Accumulator, weights: Any, scores: Any, q_idx:
             return (weights * np.abs(rows + offset - keys)).sum(-1)
         case RowSum("position"):
             return (weights * keys).sum(-1)
-        case BandSum(least, most, query_labels, key_labels):
+        case DistanceSum(least, most, query_labels, key_labels):
             counted = (keys - rows >= least) & (keys - rows <= most)
             if query_labels is not None:
                 counted = counted & (query_labels[..., :, None] == key_labels[..., None, :])

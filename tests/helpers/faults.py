@@ -116,7 +116,7 @@ def _(causal: Function) -> Function:
     return lambda align=None: sliding_window(left=None, right=1, align=align)
 
 
-@fault("causal-misses-itself", "row 10", "regard.masks.kinds:BandMask.allows")
+@fault("causal-misses-itself", "row 10", "regard.masks.kinds:WindowMask.allows")
 def _(allows: Function) -> Function:
     return lambda self, frame, q_idx, kv_idx, xp: allows(self, frame, q_idx - 1, kv_idx, xp)
 
@@ -141,7 +141,7 @@ def _(allows: Function) -> Function:
     return earlier
 
 
-@fault("partial-block-taken-for-full", "guarantee 9", "regard.masks.kinds:BandMask.classify_blocks")
+@fault("partial-block-taken-for-full", "guarantee 9", "regard.masks.kinds:WindowMask.classify_blocks")
 def _(classify: Function) -> Function:
     def full(self: Any, *args: Any) -> Any:
         may, _ = classify(self, *args)
@@ -346,8 +346,8 @@ def _(compute_share: Function) -> Function:
     return lambda *args: torch.full_like(compute_share(*args), 0.5)
 
 
-@fault("needs-exact-rows-never", "guarantee 10", "regard.engines.torch_fused:needs_exact_rows")
-def _(_needs_exact_rows: Function) -> Function:
+@fault("needs-exact-rows-never", "guarantee 10", "regard.problem:may_have_large_scores")
+def _(_may_have_large_scores: Function) -> Function:
     return lambda *args: False
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import regard
 from regard import reference
 from regard.engines.native import use_instruction_set
-from regard.masks.kinds import BandMask, DenseMask, DocumentMask, KeyRangeMask
+from regard.masks.kinds import DenseMask, DocumentMask, KeyRangeMask, WindowMask
 from regard.measures import MaxWeight, Sum
 from regard.testing import Case, build_inputs
 from regard.testing.cases import FACTORS, MASK_ATOMS, build_mask
@@ -295,7 +295,7 @@ def test_a_block_is_never_wrongly_classified_as_empty_or_full(lead, lengths, spe
     state = (~mask if inverted else mask).classify(range(top, bottom), range(left, right), shape=shape)
     assert state in (truth, "partial")
     one_document = isinstance(mask, DocumentMask) and truth == ("empty" if inverted else "full")
-    if isinstance(mask, BandMask | KeyRangeMask | DenseMask) or one_document:
+    if isinstance(mask, WindowMask | KeyRangeMask | DenseMask) or one_document:
         assert state == truth
 
 
@@ -312,7 +312,7 @@ def tied(case: Case) -> regard.AttentionMatrix:
 @given(cases(q_len=[11, 1], kv_len=[13, 7]), st.integers(2, 9), SEEDS)
 def test_merged_measures_equal_the_whole_in_any_order(case: Case, block: int, seed: int) -> None:
     A = tied(case)
-    rng, shape = np.random.default_rng(seed), A._problem.shape
+    rng, shape = np.random.default_rng(seed), A.problem.shape
     weights, scores = A.to_dense().reshape(shape), A.scores[...].reshape(shape)
     rows, columns = (np.split(np.arange(n), range(block, n, block)) for n in shape[1:])
     blocks = rng.permutation(len(rows) * len(columns))
@@ -321,7 +321,7 @@ def test_merged_measures_equal_the_whole_in_any_order(case: Case, block: int, se
         regard.Entropy(), regard.Received(), Sum(), MaxWeight(), MaxWeight(-2), regard.TopK(5), *coarse,
         regard.Distance("lower_right"), regard.Spread("lower_right"), regard.Mass(regard.first(5)),
     ):  # fmt: skip
-        bound = measure.bind(A._problem)
+        bound = measure.bind(A.problem)
 
         def step_block(state: Any, number: int, bound: Any = bound) -> Any:
             q, k = rows[number // len(columns)], columns[number % len(columns)]

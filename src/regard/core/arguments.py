@@ -288,8 +288,7 @@ def resolve_row(shape: tuple[int, ...], operation: str, q_idx: Any) -> int:
 def name_measures(measures: Sequence[Measure], named: Mapping[str, Measure]) -> dict[str, Measure]:
     """Check measures and return a dict from result names to measures."""
     for measure in (*measures, *named.values()):
-        is_measure = all(hasattr(measure, method) for method in ("init", "step", "merge", "finish"))
-        if not is_measure or isinstance(measure, type):
+        if not isinstance(measure, Measure):
             raise ArgumentTypeError(
                 "measure",
                 received=describe_argument(measure),

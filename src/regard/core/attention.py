@@ -259,7 +259,7 @@ class GivenWeightsProblem(Problem):
         return f"{self.engine.name}: block loop (given weights)"
 
     @property
-    def needs_exact_rows(self) -> bool:
+    def has_large_scores(self) -> bool:
         return False  # the lse is exactly 0
 
     @property

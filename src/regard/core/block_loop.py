@@ -16,9 +16,9 @@ import numpy as np
 
 from regard.accumulators import Accumulator
 from regard.engines.compensated import resolve_sums
-from regard.frame import EXACT_ROWS_LIMIT, as_index, take_range
-from regard.measures.base import find_accumulator
-from regard.problem import Engine, LoopMeasure, Problem
+from regard.frame import as_index, take_range
+from regard.measures.base import Measure, find_accumulator
+from regard.problem import LARGE_SCORE, Engine, Problem
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
@@ -52,7 +52,7 @@ class SoftmaxStats(NamedTuple):
     def is_small(self, xp: Namespace) -> bool:
         """Return whether the rounding of these statistics and of scores computed on their own does not matter."""
         sizes = xp.where(self.max == -xp.inf, 0.0, xp.abs(self.max))
-        return bool(xp.all(sizes < EXACT_ROWS_LIMIT))  # NaN is not small
+        return bool(xp.all(sizes < LARGE_SCORE))  # NaN is not small
 
     def select(self, index: Any) -> SoftmaxStats:
         """Return the statistics of some pairs or rows."""
@@ -113,7 +113,7 @@ def normalise(scores: Array, stats: SoftmaxStats, engine: Engine) -> Array:
 
 
 def run_block_loop(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None = None
+    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None = None
 ) -> tuple[list[Any], SoftmaxStats | None]:
     """Run measures over the whole matrix; they share the pass.
 
@@ -135,7 +135,7 @@ def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
     return _run_passes(problem, [], None, None, compiled=compiled)[1]
 
 
-def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats) -> list[Any]:
+def accumulate_states(problem: Problem, measures: Sequence[Measure], known: SoftmaxStats) -> list[Any]:
     """Run measures over a block of keys and return their states, which `merge` combines over blocks."""
     compiled = known.fits(compiled=True)
     if not known.fits(compiled=False) and len(find_compiled(problem, measures)) < len(measures):
@@ -144,7 +144,7 @@ def accumulate_states(problem: Problem, measures: Sequence[LoopMeasure], known: 
 
 
 def _run_passes(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, convert: Any, *,
+    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None, convert: Any, *,
     compiled: bool = True,
 ) -> tuple[list[Any], SoftmaxStats]:  # fmt: skip
     """Run what a compiled pass can compute in it, and the rest in the loop; `convert` each bound measure and state."""
@@ -162,7 +162,7 @@ def _run_passes(
         return [results[i] if i in done else next(of_rest) for i in range(len(measures))], known
 
 
-def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> CompiledMeasures:
+def find_compiled(problem: Problem, measures: Sequence[Measure]) -> CompiledMeasures:
     """Return what a compiled pass would accumulate, by the number of the measure; empty without a compiled pass."""
     if not problem.engine.name_compiled_pass(problem):
         return {}
@@ -176,17 +176,13 @@ def find_compiled(problem: Problem, measures: Sequence[LoopMeasure]) -> Compiled
 
 
 def _run_compiled(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None
+    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None
 ) -> tuple[dict[int, tuple[Any, Any]], SoftmaxStats | None]:
     """Compute what a compiled pass can: bound measure and state by number, and the statistics that it computed."""
     accumulators = find_compiled(problem, measures)
     if not accumulators and (measures or not problem.engine.name_compiled_pass(problem)):
         return {}, None
-    bound: dict[int, Any] = {
-        i: measure.bind(problem) if hasattr(measure, "bind") else measure
-        for i, measure in enumerate(measures)
-        if i in accumulators
-    }
+    bound = {i: measures[i].bind(problem) for i in accumulators}
     usable = known if known is not None and known.fits(compiled=True) else None
     largest, total = (None, None) if usable is None else usable[:2]
     done = problem.engine.accumulate(problem, flatten_accumulators(accumulators), largest, total)
@@ -220,9 +216,7 @@ def restore_states(
 GroupPart = tuple[list[tuple[Any, Any]], SoftmaxStats]
 
 
-def _run_groups(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None
-) -> list[GroupPart]:
+def _run_groups(problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None) -> list[GroupPart]:
     """Run measures in the loop, over groups of pairs whose tiles fit into memory together."""
     sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     usable = known if known is not None and known.fits(compiled=False) else None
@@ -238,12 +232,12 @@ def _run_groups(
 
 
 def _run_pairs(
-    problem: Problem, measures: Sequence[LoopMeasure], known: SoftmaxStats | None, sizes: TileSizes
+    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None, sizes: TileSizes
 ) -> GroupPart:
     """Run measures over pairs whose tiles fit into memory together."""
     engine, xp = problem.engine, problem.engine.xp
-    bound = [measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures]
-    reads_scores = any(getattr(measure, "reads_scores", True) for measure in bound)
+    bound: list[Any] = [measure.bind(problem) for measure in measures]
+    reads_scores = any(measure.reads_scores for measure in bound)
     last_of_logs = max((i for i, measure in enumerate(bound) if hasattr(measure, "step_logs")), default=None)
     # With a kernel's lse and unmodified scores, a tile is one product and one exponential. That path cannot tell a
     # weight of zero from the smallest number, which matters if a sink may take everything.
@@ -291,11 +285,8 @@ def _run_pairs(
     if known is None:
         computed = computed or [_run_first_pass(problem, np.arange(0), (), 0)[0]]
         known = SoftmaxStats(*(xp.concat([stats[i] for stats in computed], axis=1) for i in range(2)))
-    compacted = [
-        measure.compact(state) if hasattr(measure, "compact") else state
-        for measure, state in zip(bound, states, strict=True)
-    ]
-    return list(zip(bound, map(resolve_sums, compacted), strict=True)), known
+    compacted = [resolve_sums(measure.compact(state)) for measure, state in zip(bound, states, strict=True)]
+    return list(zip(bound, compacted, strict=True)), known
 
 
 def _run_first_pass(

@@ -16,6 +16,7 @@ import numpy as np
 
 from regard.engines import Engine
 from regard.frame import Frame, take_block
+from regard.masks.base import classify_blocks
 from regard.problem import Problem
 from regard.score_mods import ScoreMod
 from regard.tiling import tile_sizes
@@ -115,7 +116,7 @@ class LinearProblem(Problem):
         return 0 not in self.shape
 
     @property
-    def needs_exact_rows(self) -> bool:
+    def has_large_scores(self) -> bool:
         return False  # features are never negative: their products do not cancel, and logarithms are small
 
     @property
@@ -208,15 +209,13 @@ class LinearProblem(Problem):
         kv_lo, kv_hi = (np.array([chunk[i] for chunk in key_chunks]) for i in (0, -1))
         for start in range(0, self.shape[1], self._chunk_size):
             rows = np.arange(start, min(start + self._chunk_size, self.shape[1]))
-            may, must = np.ones(len(key_chunks), bool), np.ones(len(key_chunks), bool)
-            if self.mask is not None:
-                q_idx = self.positions[rows]
-                may, must = self.mask.classify_blocks(
-                    self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi + 1
-                )
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], may & must, [0]])))
+            q_idx = self.positions[rows]
+            nonempty, full = classify_blocks(
+                self.mask, self.frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi + 1
+            )
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], nonempty & full, [0]])))
             full_runs = [(int(first), int(stop)) for first, stop in edges.reshape(-1, 2)]
-            row_chunks.append(RowChunk(rows, full_runs, np.flatnonzero(may & ~must).tolist()))
+            row_chunks.append(RowChunk(rows, full_runs, np.flatnonzero(nonempty & ~full).tolist()))
         return row_chunks
 
     @property
@@ -231,13 +230,11 @@ class LinearProblem(Problem):
 
     def _split_pairs(self) -> Iterator[LinearProblem]:
         """Split the pairs into groups whose tiles fit; per batch entry if the mask differs between batch entries."""
-        leading_shape = self.frame.leading_shape
-        heads = max(leading_shape[-1] if leading_shape else 1, 1)
         varies = self.mask is not None and self.mask.varies_by_batch
-        entry = self.frame.selected // heads if varies else np.zeros_like(self.frame.selected)
+        groups = self.frame.split_batch() if varies else [np.arange(len(self.pair_ids))]
         entries = tile_sizes(on_device=self.engine.is_asynchronous).entries
         size = max(1, entries // self._chunk_size**2)
-        for pairs in np.split(np.arange(len(entry)), np.flatnonzero(np.diff(entry)) + 1):
+        for pairs in groups:
             for start in range(0, len(pairs), size):
                 part = self.select_pairs(pairs[start : start + size])
                 assert isinstance(part, LinearProblem)

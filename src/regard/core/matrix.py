@@ -30,23 +30,23 @@ from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
 from regard.core.planner import (
     compute_measured_product,
     compute_measures,
+    find_measured_product,
     make_plan,
-    name_measured_product,
     need_own_product,
 )
 from regard.core.products import (
-    BlockLoopScores,
     DenseWeights,
     LogSumExp,
     Product,
+    SelectedScores,
     SelectedWeights,
 )
 from regard.engines import find_engine
 from regard.errors import ArgumentError, format_named_shape
-from regard.frame import EXACT_ROWS_LIMIT, as_index
+from regard.frame import as_index
 from regard.masks import Mask
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, TopK, TopKResult
-from regard.problem import Problem, Spec, detach, detach_arrays
+from regard.problem import LARGE_SCORE, Problem, Spec, detach, detach_arrays
 from regard.render import text
 from regard.types import Align, Array, IntArray
 
@@ -129,9 +129,9 @@ class AttentionMatrix:
             self._fused_lse = lse
 
     @property
-    def _problem(self) -> Problem:
-        """The matrix in canonical form, resolved on first use; a plain product does not need it."""
-        self._forget_if_changed()
+    def problem(self) -> Problem:
+        """The matrix in canonical form, with one axis of (batch, head) pairs, as engines, plots and pages read it."""
+        self._forget_if_changed()  # resolved on first use: a plain product does not need it
         if self._cached_problem is None:
             # The views are kept: made under `torch.no_grad()`, they would cut gradients off later uses of the matrix.
             with self._spec.engine.enable_grad():
@@ -142,7 +142,7 @@ class AttentionMatrix:
         """Convert the arrays to canonical form, which may copy them."""
         if self._source is None:
             return self._spec.to_problem()
-        return self._source.whole._problem.take_part(self._source.pairs, self._source.rows)
+        return self._source.whole.problem.take_part(self._source.pairs, self._source.rows)
 
     @cached_property
     def _fast_product(self) -> Any:
@@ -151,11 +151,6 @@ class AttentionMatrix:
         if spec.query is None or spec.sink is not None or spec.score_mods:
             return None
         return spec.engine.prepare_fast_product(spec.query, spec.key, spec.mask, spec.scale)
-
-    @property
-    def problem(self) -> Problem:
-        """The matrix in canonical form, with one axis of (batch, head) pairs, as engines, plots and pages read it."""
-        return self._problem
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,7 +165,7 @@ class AttentionMatrix:
     @property
     def dtype(self) -> Any:
         """Dtype of weights, lse and scores: float32 or wider."""
-        return self._problem.dtype
+        return self.problem.dtype
 
     @property
     def nbytes(self) -> int:
@@ -195,7 +190,7 @@ class AttentionMatrix:
         >>> regard.attention([[1.0]], [[1.0]]).kernel
         'numpy: block loop'
         """
-        return self._kernel_used or self._problem.kernel
+        return self._kernel_used or self.problem.kernel
 
     # Copies
 
@@ -220,7 +215,7 @@ class AttentionMatrix:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what deep copies and files keep: detached arrays and statistics, and nothing that is derived."""
-        problem = None if self._spec.query is not None else detach_arrays(self._problem)
+        problem = None if self._spec.query is not None else detach_arrays(self.problem)
         self._forget_if_changed()
         state = {name: value for name, value in vars(self).items() if name != "_fast_product"}
         state |= {"_spec": detach_arrays(self._spec), "_fused_lse": detach(self._fused_lse)}
@@ -279,7 +274,7 @@ class AttentionMatrix:
 
     def to_dense(self) -> Array:
         """Compute and store the whole matrix: (…, heads, q_len, kv_len), `nbytes` of memory."""
-        (weights,), _ = run_block_loop(self._problem, [DenseWeights()])
+        (weights,), _ = run_block_loop(self.problem, [DenseWeights()])
         return self._restore_leading_axes(weights)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -292,7 +287,7 @@ class AttentionMatrix:
                 hint="The matrix is lazy: a conversion has to compute its weights.",
             )
         dense = self._convert_to_dense("numpy.asarray(A)")
-        return np.asarray(self._problem.engine.to_numpy(dense), dtype=dtype)
+        return np.asarray(self.problem.engine.to_numpy(dense), dtype=dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Convert to a DLPack capsule of at most 256 MiB, so that `torch.as_tensor(A)` works.
@@ -304,7 +299,7 @@ class AttentionMatrix:
             ArgumentError: If the matrix requires a gradient, which a capsule cannot carry.
             TooLargeError: If the matrix takes more bytes.
         """
-        if self._problem.engine.requires_grad(self._problem):
+        if self.problem.engine.requires_grad(self.problem):
             raise ArgumentError(
                 "torch.as_tensor(A)",
                 received="a matrix that requires a gradient",
@@ -354,7 +349,7 @@ class AttentionMatrix:
 
     def __rmatmul__(self, x: Array) -> Array:
         """Multiply (…, heads, width, q_len) or (q_len,) by the matrix; see `mT`."""
-        x = self._problem.engine.as_float(x, "x @ A", "x")
+        x = self.problem.engine.as_float(x, "x @ A", "x")
         return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
     @property
@@ -375,14 +370,14 @@ class AttentionMatrix:
 
         It is −inf for a row with no key to attend to. Any weight is exp(score − lse).
         """
-        engine = self._problem.engine
-        if engine.requires_grad(self._problem):
-            return self._restore_leading_axes(engine.cast(self._differentiable_lse(), self._problem.dtype))
+        engine = self.problem.engine
+        if engine.requires_grad(self.problem):
+            return self._restore_leading_axes(engine.cast(self._differentiable_lse(), self.problem.dtype))
         if self._fused_lse is not None:
             return self._fused_lse.reshape(self.shape[:-1])
         with engine.suppress_warnings():
             lse = self._require_stats().lse(engine.xp)
-            return self._restore_leading_axes(engine.cast(lse, self._problem.dtype))
+            return self._restore_leading_axes(engine.cast(lse, self.problem.dtype))
 
     def measure(self, *measures: Measure, **named: Measure) -> Any:
         """Compute several measures in one pass.
@@ -421,9 +416,9 @@ class AttentionMatrix:
         >>> print(attention([[0.0]], [[1.0], [2.0]]).plan(Entropy(), Received()))
         numpy: ..., two passes (lse, then weights): entropy, received
         """
-        problem = self._problem
+        problem = self.problem
         products, rest = self._split_outputs(name_measures(measures, named))
-        if kernel := name_measured_product(problem, products, rest):
+        if kernel := find_measured_product(problem, products, rest)[0]:
             return f"{problem.engine.name}: {kernel}, one pass: {', '.join([*products, *rest, 'lse'])}"
         lines = [f"{problem.kernel}, one product: {name}" for name in products]
         if rest and problem.engine.requires_grad(problem):
@@ -606,7 +601,7 @@ class AttentionMatrix:
         check_one_head(self.shape, "explain", f"A[{{}}].explain({q_idx})")
         from regard.core.explanation import explain_row
 
-        return explain_row(self._problem, resolve_row(self.shape, "explain", q_idx), value, tokens)
+        return explain_row(self.problem, resolve_row(self.shape, "explain", q_idx), value, tokens)
 
     def page(
         self,
@@ -643,20 +638,20 @@ class AttentionMatrix:
         from regard.core.matrix_page import build_head_map
 
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
-        return build_head_map(self._problem, tokens, query_tokens, title)
+        return build_head_map(self.problem, tokens, query_tokens, title)
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED
         if not small:
             return self._describe()
-        return f"{self._describe()}\n{text.format_matrix(self._problem.engine.to_numpy(self.to_dense()))}"
+        return f"{self._describe()}\n{text.format_matrix(self.problem.engine.to_numpy(self.to_dense()))}"
 
     def _describe(self) -> str:
         """Describe shape, dtype and scores in one line."""
         name = f"AttentionMatrix{format_named_shape(self.shape, 'q_len', 'kv_len')} {self.dtype}"
-        parts = [name, *self._problem.describe()]
+        parts = [name, *self.problem.describe()]
         parts += [f"mask {self.mask}"] if self.mask is not None else []
-        parts += ["sink"] if self._problem.sink is not None else []
+        parts += ["sink"] if self.problem.sink is not None else []
         return ", ".join(parts)
 
     def _repr_html_(self) -> str:
@@ -680,7 +675,7 @@ class AttentionMatrix:
         *leading, rows = resolved.positions[:-1]
         kept = resolved.kept[:-2]
         spec, shape = self._spec, self._spec.leading_shape
-        pairs = np.arange(len(self._problem.pair_ids)).reshape(shape)[np.ix_(*leading)].ravel()
+        pairs = np.arange(len(self.problem.pair_ids)).reshape(shape)[np.ix_(*leading)].ravel()
         has_heads = bool(leading) and kept[-1]
         all_heads = has_heads and np.array_equal(leading[-1], np.arange(shape[-1]))
         # Some heads of a grouped matrix: the heads of a value could be key heads or query heads, so 0 allows neither.
@@ -694,7 +689,7 @@ class AttentionMatrix:
         source = PartSource(self, pairs, rows)
         stats = self._get_stats()
         if stats is not None:
-            stats = None if self._problem.needs_exact_rows else stats.select((pairs[:, None], rows))
+            stats = None if self.problem.has_large_scores else stats.select((pairs[:, None], rows))
         part = AttentionMatrix(spec, None, stats, source)
         part._changes = self._changes
         return part
@@ -706,7 +701,7 @@ class AttentionMatrix:
         if not any(isinstance(entry, np.ndarray) for entry in resolved.leading_local):
             return part
         # NumPy moves the axis of an array to the front if the index separates it from an integer.
-        numbers = np.arange(len(part._problem.pair_ids)).reshape([len(chosen) for chosen in leading])
+        numbers = np.arange(len(part.problem.pair_ids)).reshape([len(chosen) for chosen in leading])
         moved = spec.engine.to_numpy(spec.engine.xp.asarray(numbers)[resolved.leading_local])
         if np.array_equal(moved.ravel(), numbers.ravel()):
             return part
@@ -725,14 +720,14 @@ class AttentionMatrix:
             "A.to_dense() to store the whole matrix.",
         )
         part = self._select(resolved)
-        problem, columns = part._problem, positions[-1]
+        problem, columns = part.problem, positions[-1]
         all_columns = np.array_equal(columns, np.arange(self.shape[-1]))
         if weights and (all_columns or problem.engine.requires_grad(problem)):
             # Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits.
             (block,), _ = run_block_loop(problem, [DenseWeights()])
             block = block if all_columns else block[..., columns]
         elif weights and (
-            self._problem.needs_exact_rows or not part._require_stats().is_small(problem.engine.xp)
+            self.problem.has_large_scores or not part._require_stats().is_small(problem.engine.xp)
         ):
             # One entry computed on its own is rounded differently from the sum of its row.
             (block,), _ = run_block_loop(problem, [SelectedWeights(columns)])
@@ -745,7 +740,7 @@ class AttentionMatrix:
             block = self._entries_from_stats(part, columns)
         elif problem.engine.requires_grad(problem):
             # Masked keys, which may be NaN, must not reach the gradient.
-            (block,), _ = run_block_loop(problem, [BlockLoopScores(columns)])
+            (block,), _ = run_block_loop(problem, [SelectedScores(columns)])
         else:
             block = compute_entries(problem, columns, None)
         return block.reshape(block_shape)[resolved.local]
@@ -756,9 +751,9 @@ class AttentionMatrix:
         A score computed on its own is rounded differently from its row's statistics. A row with one live key must
         still have a weight of exactly 1.
         """
-        problem, xp = part._problem, part._problem.engine.xp
+        problem, xp = part.problem, part.problem.engine.xp
         block = compute_entries(problem, columns, part._require_stats())
-        margin = 4 * EXACT_ROWS_LIMIT * float(xp.finfo(problem.dtype).eps)
+        margin = 4 * LARGE_SCORE * float(xp.finfo(problem.dtype).eps)
         rows = np.flatnonzero(problem.engine.to_numpy(xp.any(xp.any(block > 1 - margin, axis=-1), axis=0)))
         if len(rows):
             (exact,), _ = run_block_loop(problem.select_rows(rows), [SelectedWeights(columns)])
@@ -782,7 +777,7 @@ class AttentionMatrix:
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         """Compute A @ array, or A.mT @ array if `transposed`."""
-        problem = self._problem
+        problem = self.problem
         measure = Product.from_operand(array, self._spec, operation, transposed=transposed)
         fused = None if transposed else problem.product(measure.array, measure.pair_index)
         if fused is not None:
@@ -791,8 +786,12 @@ class AttentionMatrix:
             if not transposed:
                 self._kernel_used = problem.fallback_kernel
             (product,), self._stats = run_block_loop(problem, [measure], self._get_stats())
-        product = problem.engine.cast(self._restore_leading_axes(product), measure.array.dtype)
-        return product[..., 0] if measure.is_vector else product
+        return self._restore_product(problem.engine.cast(product, measure.array.dtype), measure)
+
+    def _restore_product(self, result: Any, measure: Measure) -> Any:
+        """Split the axis of pairs of a result; the product of a vector has no last axis."""
+        restored = self._restore_leading_axes(result)
+        return restored[..., 0] if isinstance(measure, Product) and measure.is_vector else restored
 
     def _split_outputs(self, chosen: dict[str, Measure]) -> tuple[dict[str, Product], dict[str, Measure]]:
         """Split off the outputs that need a product of their own; other outputs share a pass or a product."""
@@ -801,13 +800,13 @@ class AttentionMatrix:
             for name, measure in chosen.items()
             if isinstance(measure, Output)
         }
-        if not need_own_product(self._problem, products.values()):
+        if not need_own_product(self.problem, products.values()):
             return {}, chosen | products
         return products, {name: measure for name, measure in chosen.items() if name not in products}
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """Compute the results of measures by name, with their leading axes."""
-        engine, problem = self._problem.engine, self._problem
+        engine, problem = self.problem.engine, self.problem
         products, shared = self._split_outputs(chosen)
         results: dict[str, Any] = {}
         done = compute_measured_product(problem, products, shared)
@@ -829,14 +828,12 @@ class AttentionMatrix:
                 self._kernel_used = done.kernel or problem.fallback_kernel
         self._stats = done.stats
         for name, result in done.results.items():
-            restored, measure = self._restore_leading_axes(result), products.get(name) or shared[name]
-            is_vector = isinstance(measure, Product) and measure.is_vector
-            results[name] = restored[..., 0] if is_vector else restored
+            results[name] = self._restore_product(result, products.get(name) or shared[name])
         return results
 
     def _differentiable_lse(self) -> Array:
         """Compute the lse of each row with its gradient, (pairs, rows): first over the keys, then with the sink."""
-        problem, xp = self._problem, self._problem.engine.xp
+        problem, xp = self.problem, self.problem.engine.xp
         (lse,), _ = run_block_loop(replace(problem, sink=None), [LogSumExp()])
         if problem.sink is None:
             return lse
@@ -847,7 +844,7 @@ class AttentionMatrix:
     def _require_stats(self) -> SoftmaxStats:
         """Return the softmax statistics of each row, computing them if they are not cached."""
         stats = self._get_stats()
-        compiled = bool(self._problem.engine.name_compiled_pass(self._problem))
+        compiled = bool(self.problem.engine.name_compiled_pass(self.problem))
         if stats is None or not stats.fits(compiled=compiled):
             # The compiled pass rounds scores differently from a product; the lse must not depend on earlier calls.
             self._stats = None
@@ -857,10 +854,10 @@ class AttentionMatrix:
 
     def _get_stats(self) -> SoftmaxStats | None:
         """Return the cached softmax statistics, or those that a fused kernel's lse gives; None if there are none."""
-        problem = self._problem
+        problem = self.problem
         if self._stats is None and (given := problem.given_lse) is not None:
             self._stats = SoftmaxStats(given, None)
-        if self._stats is None and self._fused_lse is not None and not self._problem.needs_exact_rows:
+        if self._stats is None and self._fused_lse is not None and not self.problem.has_large_scores:
             with problem.engine.no_grad():
                 stats = SoftmaxStats(self._fused_lse.reshape(problem.shape[:2]), None)
                 if not problem.score_mods or stats.is_small(problem.engine.xp):

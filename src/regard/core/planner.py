@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from regard.core.block_loop import (
+    CompiledMeasures,
     SoftmaxStats,
     find_compiled,
     flatten_accumulators,
@@ -85,11 +86,11 @@ def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool) ->
     outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Product)}
     rest = {name: measure for name, measure in measures.items() if name not in outputs}
     prefers_pass = problem.engine.prefers_compiled_pass(problem)
-    can_fuse = not prefers_pass and problem.can_fuse and not problem.needs_exact_rows
+    can_fuse = not prefers_pass and problem.can_fuse and not problem.has_large_scores
     if not can_fuse or (known and not outputs):
         return Plan(False, {}, dict(measures))
     wide = upcast(problem)
-    columns = (measure.value_columns(wide) for measure in rest.values() if hasattr(measure, "value_columns"))
+    columns = (measure.value_columns(wide) for measure in rest.values())
     widths = [found[0].shape[-1] for found in columns if found is not None]
     max_width = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
     if len(widths) == len(rest) and sum(widths) <= max_width:
@@ -174,30 +175,32 @@ def _run_product(
     return results, lse, kernel
 
 
-def name_measured_product(
+def find_measured_product(
     problem: Problem, outputs: Mapping[str, Product], measures: Mapping[str, Measure]
-) -> str:
-    """Return the name of the kernel that computes one output and measures at once; empty if there is none."""
+) -> tuple[str, CompiledMeasures]:
+    """Return the name of the kernel that computes one output and measures at once, and what it accumulates.
+
+    The name is empty if there is no such kernel.
+    """
     engine = problem.engine
     if len(outputs) != 1 or not measures or not engine.prefers_compiled_pass(problem):
-        return ""
+        return "", {}
     (output,) = outputs.values()
-    accumulators = find_compiled(problem, list(measures.values()))
-    if len(accumulators) < len(measures) or engine.requires_grad(problem, output.array):
-        return ""
-    return engine.name_measured_product(problem, output.array, flatten_accumulators(accumulators))
+    found = find_compiled(problem, list(measures.values()))
+    if len(found) < len(measures) or engine.requires_grad(problem, output.array):
+        return "", {}
+    return engine.name_measured_product(problem, output.array, flatten_accumulators(found)), found
 
 
 def compute_measured_product(
     problem: Problem, outputs: Mapping[str, Product], measures: Mapping[str, Measure]
 ) -> PlanResult | None:
     """Compute one output and measures at once; None if the engine has no kernel for them."""
-    kernel = name_measured_product(problem, outputs, measures)
+    kernel, accumulators = find_measured_product(problem, outputs, measures)
     if not kernel:
         return None
     engine = problem.engine
     ((name, output),) = outputs.items()
-    accumulators = find_compiled(problem, list(measures.values()))
     bound = {i: measure.bind(problem) for i, measure in enumerate(measures.values())}
     with engine.suppress_warnings(), engine.no_grad():
         done = engine.run_measured_product(

@@ -57,7 +57,7 @@ class SelectedWeights(BoundMeasure):
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLoopScores(SelectedWeights):
+class SelectedScores(SelectedWeights):
     """The scores at some columns, −inf where masked, for gradients: (…, q_len, len(columns))."""
 
     reads_scores: ClassVar[bool] = True

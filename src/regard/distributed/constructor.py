@@ -102,9 +102,9 @@ def build_matrix(
     if spec is not None:
         same |= _describe_spec(spec, is_own_mask)
         own = {"lengths": [spec.query.shape[-2], spec.key.shape[-2]]}
-    with peers.operate("attention", same, own, error=error) as told:
+    with peers.operate("attention", same, own, error=error) as replies:
         assert spec is not None
-    queries, keys = (build_layout(layout, [other["lengths"][i] for other in told]) for i in (0, 1))
+    queries, keys = (build_layout(layout, [reply["lengths"][i] for reply in replies]) for i in (0, 1))
     frame = Frame(spec.leading_shape, queries.length, keys.length)
     check_fits(spec, frame)
     spec = replace(spec, kv_len=keys.length)
@@ -174,8 +174,8 @@ def gather(tensor: Tensor, *, group: Any = None, layout: LayoutName = "contiguou
         "layout": layout,
     }
     build_layout(layout, [0] * peers.size, "gather")
-    with peers.operate("gather", same, {"length": len(own)}) as told:
-        whole = build_layout(layout, [other["length"] for other in told], "gather")
+    with peers.operate("gather", same, {"length": len(own)}) as replies:
+        whole = build_layout(layout, [reply["length"] for reply in replies], "gather")
         parts = [part for (part,) in peers.exchange_all([own], whole.lengths)]
     joined = torch.empty_like(torch.cat(parts))
     for rank, part in enumerate(parts):
@@ -285,8 +285,8 @@ def join_rows(spec: Spec, group: Any, layout: str) -> DistributedMatrix:
     """Return the matrix of all ranks from what `regard.watch` recorded on each; it copies this rank's own keys."""
     query, key = spec.query, spec.key
     peers = find_peers(group, "watch")
-    with peers.operate("watch", {"layout": layout}, {"lengths": [query.shape[-2], key.shape[-2]]}) as told:
-        q_lens, kv_lens = ([other["lengths"][i] for other in told] for i in (0, 1))
+    with peers.operate("watch", {"layout": layout}, {"lengths": [query.shape[-2], key.shape[-2]]}) as replies:
+        q_lens, kv_lens = ([reply["lengths"][i] for reply in replies] for i in (0, 1))
     tokens = build_layout(layout, q_lens, "watch")
     has_all_keys = all(length == tokens.length for length in kv_lens)
     if not has_all_keys and kv_lens != q_lens:

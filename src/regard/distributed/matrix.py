@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,10 +20,9 @@ from regard.core.arguments import (
 )
 from regard.core.block_loop import SoftmaxStats
 from regard.core.matrix import AttentionMatrix, PartSource
-from regard.core.products import BlockLoopScores, DenseWeights, Product, SelectedWeights
+from regard.core.products import DenseWeights, Product, SelectedScores, SelectedWeights
 from regard.distributed.measuring import (
     can_compile,
-    count_norms,
     run_measure_pass,
     run_stats_pass,
 )
@@ -32,10 +30,9 @@ from regard.distributed.peer_group import describe_argument_content
 from regard.distributed.product import multiply
 from regard.distributed.ring import RingProblem, Travel
 from regard.errors import ArgumentError, RegardError
-from regard.frame import EXACT_ROWS_LIMIT
 from regard.measures import MaxWeight, Measure, Output, Sum
-from regard.problem import Problem, Spec
-from regard.types import Array
+from regard.problem import Problem, Spec, may_have_large_scores
+from regard.types import Array, IntArray
 
 Tensor = Any  # torch's types are not checked
 
@@ -65,9 +62,10 @@ class DistributedMatrix(AttentionMatrix):
     def _forget_if_changed(self) -> None:
         changes = self._changes
         super()._forget_if_changed()
-        if changes != self._changes:  # the other ranks compute theirs again, too: they ask what each rank has
+        if (
+            changes != self._changes
+        ):  # before an operation, ranks ask what each has, so all compute them again
             self._lse_stats, self._exact_stats = None, {}
-            vars(self).pop("_norms", None)
 
     def _make_problem(self) -> Problem:
         problem, own = super()._make_problem(), self._ring.problem
@@ -79,14 +77,14 @@ class DistributedMatrix(AttentionMatrix):
     @property
     def positions(self) -> Array:
         """Positions of this rank's queries in the whole sequence: (own queries,), NumPy."""
-        return self._problem.positions.copy()
+        return self.problem.positions.copy()
 
     def detach(self) -> DistributedMatrix:
         """Return the matrix without gradients; nothing is communicated."""
         spec = replace(self._spec, key=self._spec.key.detach())
         if spec.query is not None:
             spec = replace(spec, query=spec.query.detach())
-        problem = self._problem
+        problem = self.problem
         sink = None if problem.sink is None else problem.sink.detach()
         problem = replace(problem, query=problem.query.detach(), key=problem.key.detach(), sink=sink)
         ring = replace(self._ring, problem=problem)
@@ -96,7 +94,7 @@ class DistributedMatrix(AttentionMatrix):
     def kernel(self) -> str:
         """Name of the kernel that `A @ value` ran last for a block, or would run."""
         ring = self._ring
-        name = self._kernel_used or self._problem.engine.kernel_name(self._problem)
+        name = self._kernel_used or self.problem.engine.kernel_name(self.problem)
         return f"ring of {ring.peers.size} ranks, {ring.layout_name}; {name}"
 
     @property
@@ -107,8 +105,8 @@ class DistributedMatrix(AttentionMatrix):
             self._refuse_gradients("A.lse")
             self._run_operation("A.lse", {})
         stats = self._lse_stats or next(iter(self._exact_stats.values()))
-        lse = stats.lse(self._problem.engine.xp)
-        return self._restore_leading_axes(lse.to(self._problem.dtype))
+        lse = stats.lse(self.problem.engine.xp)
+        return self._restore_leading_axes(lse.to(self.problem.dtype))
 
     def to_dense(self) -> Array:
         """Compute and store this rank's rows of the whole matrix: (…, heads, own queries, keys of all ranks)."""
@@ -126,8 +124,11 @@ class DistributedMatrix(AttentionMatrix):
         """
         chosen = name_measures(measures, named)
         ring = self._ring
-        passes = "one pass of the keys" if self._lse_stats else "two passes of the keys (lse, then weights)"
-        rest = [name for name, measure in chosen.items() if not isinstance(measure, Output)]
+        rest = {name: measure for name, measure in chosen.items() if not isinstance(measure, Output)}
+        is_known = self._lse_stats is not None
+        if self._exact_stats or self.problem.has_large_scores:
+            is_known = can_compile(ring, list(rest.values())) in self._exact_stats
+        passes = "one pass of the keys" if is_known else "two passes of the keys (lse, then weights)"
         lines = [f"{self.kernel}, one pass of keys and values: {name}" for name in chosen if name not in rest]
         if rest or not lines:
             lines.append(
@@ -162,7 +163,7 @@ class DistributedMatrix(AttentionMatrix):
         counts = {-1: self.shape[-1], None: math.prod(self.shape), -2: self.shape[-2]}
         count: Any = torch.tensor([float(counts[resolved])], dtype=torch.float64)
         if resolved != -1:
-            count = torch.stack(self._exchange("A.mean()", count.to(self._problem.query.device))).sum()
+            count = torch.stack(self._exchange("A.mean()", count.to(self.problem.query.device))).sum()
         return self.sum(resolved) / count
 
     def max(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
@@ -191,7 +192,7 @@ class DistributedMatrix(AttentionMatrix):
 
     def _find_largest(self, operation: str) -> tuple[Tensor, Tensor]:
         """Find the largest weight of the matrix of all ranks, and its index in the flattened matrix."""
-        problem = self._problem
+        problem = self.problem
         check_not_empty((*self.shape[:-2], problem.frame.q_len, problem.frame.kv_len), operation)
         values, keys = (x.reshape(problem.shape[:2]) for x in self.measure(top=MaxWeight(-1)).top)
         rows = torch.as_tensor(problem.positions, device=keys.device)
@@ -243,6 +244,10 @@ class DistributedMatrix(AttentionMatrix):
         """
         self._refuse("A.page(…)", "page(…)")
 
+    def __getstate__(self) -> NoReturn:
+        """Raise an `ArgumentError`: a copy or a file has no connection to the other ranks."""
+        self._refuse("A.copy(), copy.deepcopy(A) or pickle", "copy()")
+
     def __repr__(self) -> str:
         return f"{self._describe()}, rows of rank {self._ring.peers.rank} of {self._ring.peers.size}"
 
@@ -262,26 +267,18 @@ class DistributedMatrix(AttentionMatrix):
 
     # Private: what the methods of `AttentionMatrix` call
 
-    def _select(self, resolved: ResolvedIndex) -> AttentionMatrix:
-        part = super()._select(resolved)
-        *leading, rows = resolved.positions[:-1]
-        pairs = (
-            np.arange(len(self._problem.pair_ids)).reshape(self._spec.leading_shape)[np.ix_(*leading)].ravel()
-        )
-
-        def select(stats: SoftmaxStats) -> SoftmaxStats:
-            return stats.select((pairs[:, None], rows))
-
+    def _take_part(self, spec: Spec, pairs: IntArray, rows: IntArray) -> AttentionMatrix:
+        problem, chosen = self.problem.take_part(pairs, rows), (pairs[:, None], rows)
         return DistributedMatrix(
-            replace(part._spec, kv_len=self._spec.kv_len),
-            replace(self._ring, problem=part._problem),
-            None if self._lse_stats is None else select(self._lse_stats),
-            {kind: select(stats) for kind, stats in self._exact_stats.items()},
-            part._source,
+            spec,
+            replace(self._ring, problem=problem),
+            None if self._lse_stats is None else self._lse_stats.select(chosen),
+            {kind: stats.select(chosen) for kind, stats in self._exact_stats.items()},
+            PartSource(self, pairs, rows),
         )
 
     def _get_stats(self) -> None:
-        return None  # statistics of a rank are kept apart: the ranks must agree on which they use
+        return None  # the ranks must agree on which statistics they use: `_agree_on_stats`
 
     def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         self._refuse_gradients(operation)
@@ -294,35 +291,32 @@ class DistributedMatrix(AttentionMatrix):
         )
         part, columns = self._select(resolved), resolved.positions[-1]
         assert isinstance(part, DistributedMatrix)
-        measure = SelectedWeights(columns) if weights else BlockLoopScores(columns)
+        measure = SelectedWeights(columns) if weights else SelectedScores(columns)
         block = part._run_operation(operation, {"entries": measure})["entries"]
         self._adopt_stats(part)
         return block.reshape(block_shape)[resolved.local]
 
     def _adopt_stats(self, part: DistributedMatrix) -> None:
         """Keep statistics that a part computed, if it has all rows."""
-        if part._problem.shape == self._problem.shape and np.array_equal(
-            part._problem.positions, self._problem.positions
+        if part.problem.shape == self.problem.shape and np.array_equal(
+            part.problem.positions, self.problem.positions
         ):
             self._lse_stats, self._exact_stats = part._lse_stats, part._exact_stats
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         array = as_local(array)
         measure = Product.from_operand(array, self._spec, operation, transposed=transposed)
-        array, engine = measure.array, self._problem.engine
+        array, engine = measure.array, self.problem.engine
         if transposed:
             self._refuse_gradients(operation, array)
-            product = self._run_operation(operation, {"product": measure}, f"{tuple(array.shape[2:])}")[
-                "product"
-            ]
+            content = f"{tuple(array.shape[2:])}"
+            product = self._run_operation(operation, {"product": measure}, content)["product"]
         else:
-            needs_grad = engine.requires_grad(self._problem, array)
-            output, lse, self._kernel_used = multiply(self._ring, array, measure.pair_index, needs_grad)
-            product = output
+            needs_grad = engine.requires_grad(self.problem, array)
+            product, lse, self._kernel_used = multiply(self._ring, array, measure.pair_index, needs_grad)
             if self._lse_stats is None:
                 self._lse_stats = SoftmaxStats(lse.detach(), None)
-        product = engine.cast(self._restore_leading_axes(product), array.dtype)
-        return product[..., 0] if measure.is_vector else product
+        return self._restore_product(engine.cast(product, array.dtype), measure)
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         self._refuse_gradients("A.measure(…)")
@@ -337,7 +331,7 @@ class DistributedMatrix(AttentionMatrix):
 
     def _run_operation(self, operation: str, chosen: dict[str, Measure], content: str = "") -> dict[str, Any]:
         """Compute measures together with the other ranks; results begin with the axis of pairs."""
-        engine = self._problem.engine  # first: if an array was changed in place, this renews the ring
+        engine = self.problem.engine  # first: if an array was changed in place, this renews the ring
         ring, measures = self._ring, list(chosen.values())
         # Entries of each rank are its own choice.
         is_own_choice = any(isinstance(measure, SelectedWeights) for measure in measures)
@@ -350,43 +344,36 @@ class DistributedMatrix(AttentionMatrix):
             compiled = can_compile(ring, measures)
         except RegardError as found:
             error = found
-        query_norm, key_norm = self._norms
         own = {
-            "query_norm": query_norm,
-            "key_norm": key_norm,
+            "norms": self.problem.largest_norms,
             "has_lse": self._lse_stats is not None,
             "is_small": self._lse_stats is not None and self._lse_stats.is_small(engine.xp),
             "has_exact": compiled in self._exact_stats,
         }
-        with torch.no_grad(), ring.operate(operation, same, own, error=error) as (travel, told):
-            known = self._agree_on_stats(travel, told, compiled)
+        with torch.no_grad(), ring.operate(operation, same, own, error=error) as (travel, replies):
+            known = self._agree_on_stats(travel, replies, compiled)
             results = run_measure_pass(ring, travel, measures, known) if measures else []
         return dict(zip(chosen, results, strict=True))
 
-    def _agree_on_stats(self, travel: Travel, told: list[Any], compiled: bool) -> SoftmaxStats:
+    def _agree_on_stats(self, travel: Travel, replies: list[Any], compiled: bool) -> SoftmaxStats:
         """Return the statistics that all ranks use: of a kernel's lse, or exact ones; computed if a rank lacks them."""
-        norms = [max(other[name] for other in told) for name in ("query_norm", "key_norm")]
-        has_nan = any(math.isnan(other[name]) for other in told for name in ("query_norm", "key_norm"))
-        is_exact = has_nan or not math.prod(norms) * abs(self._problem.scale) < EXACT_ROWS_LIMIT
-        if self._problem.score_mods and all(other["has_lse"] for other in told):
-            is_exact = is_exact or not all(other["is_small"] for other in told)
+        query_norm, key_norm = np.max([reply["norms"] for reply in replies], axis=0)
+        is_exact = may_have_large_scores(query_norm, key_norm, self.problem.scale)
+        if self.problem.score_mods and all(reply["has_lse"] for reply in replies):
+            is_exact = is_exact or not all(reply["is_small"] for reply in replies)
         if is_exact:
-            if not all(other["has_exact"] for other in told):
+            if not all(reply["has_exact"] for reply in replies):
                 self._exact_stats[compiled] = run_stats_pass(self._ring, travel, compiled=compiled)
             return self._exact_stats[compiled]
-        if not all(other["has_lse"] for other in told):
+        if not all(reply["has_lse"] for reply in replies):
             stats = run_stats_pass(self._ring, travel, compiled=True)
-            lse = stats.lse(self._problem.engine.xp).to(self._problem.dtype)
+            lse = stats.lse(self.problem.engine.xp).to(self.problem.dtype)
             self._lse_stats = SoftmaxStats(lse, None)
         assert self._lse_stats is not None
         return self._lse_stats
 
-    @cached_property
-    def _norms(self) -> tuple[float, float]:
-        return count_norms(self._problem)
-
     def _refuse_gradients(self, operation: str, *arrays: Tensor) -> None:
-        if self._problem.engine.requires_grad(self._problem, *arrays):
+        if self.problem.engine.requires_grad(self.problem, *arrays):
             raise ArgumentError(
                 operation,
                 received="query or key that require a gradient",

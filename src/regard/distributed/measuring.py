@@ -162,16 +162,6 @@ def _finish(ring: RingProblem, measure: Measure, bound: Measure, axes: StateAxes
         return bound.finish(state)
 
 
-def count_norms(problem: Problem) -> tuple[float, float]:
-    """Return the largest norm of a query and of a key of this rank, 0 without any."""
-    with torch.no_grad():
-        norms = [
-            float(x.detach().to(problem.dtype).norm(dim=-1).amax()) if x.numel() else 0.0
-            for x in (problem.query, problem.key)
-        ]
-    return norms[0], norms[1]
-
-
 # Lengths of rows and keys with which `init` is called to find out which axes a state has.
 _PROBES = ((3, 5), (4, 5), (3, 6))
 

@@ -305,9 +305,9 @@ class PeerGroup:
                 self._raise_fault(self._heartbeat.fault)
             self._count += 1
             self._heartbeat.enter(self._count)
-            told = self._compare(operation, same, own or {}, error)
+            replies = self._compare(operation, same, own or {}, error)
             try:
-                yield told
+                yield replies
             except RankError:
                 raise
             except BaseException as failure:
@@ -348,15 +348,15 @@ class PeerGroup:
         messages = self._wait_for(exchange)
         if messages is None:
             self._report_missing(operation, keys)
-        told = [json.loads(text) for text in messages]
+        replies = [json.loads(text) for text in messages]
         if not self._has_joined:
-            serving = [rank for rank, other in enumerate(told) if other["serves"]]
+            serving = [rank for rank, reply in enumerate(replies) if reply["serves"]]
             self._heartbeat.join(serving[0] if serving else None)
             self._has_joined = True
         if error is not None:
             raise error
-        _check_equal(operation, told)
-        return [other["own"] for other in told]
+        _check_equal(operation, replies)
+        return [reply["own"] for reply in replies]
 
     def _report_missing(self, operation: str, keys: Sequence[str]) -> NoReturn:
         """Raise a `RankError` for the ranks that have not called an operation in time."""
@@ -478,20 +478,20 @@ def _serve(requests: queue.SimpleQueue[Any]) -> None:
         del future, function  # it holds the tensors of a transfer
 
 
-def _check_equal(operation: str, told: Sequence[Mapping[str, Any]]) -> None:
+def _check_equal(operation: str, replies: Sequence[Mapping[str, Any]]) -> None:
     """Raise a `RankError` that names the ranks whose arguments are wrong, or differ from those of most ranks."""
-    failed = [rank for rank, other in enumerate(told) if other["error"] is not None]
+    failed = [rank for rank, reply in enumerate(replies) if reply["error"] is not None]
     if failed:
         raise RankError(
             operation,
-            received="; ".join(f"on rank {rank}: {told[rank]['error']}" for rank in failed[:4]),
+            received="; ".join(f"on rank {rank}: {replies[rank]['error']}" for rank in failed[:4]),
             expected="arguments that fit together on all ranks",
             hint="The named rank raises the same error with its own traceback.",
             ranks=tuple(failed),
         )
-    arguments = {"the call": [other["operation"] for other in told]}
-    for name in told[0]["same"]:
-        arguments[name] = [str(other["same"].get(name)) for other in told]
+    arguments = {"the call": [reply["operation"] for reply in replies]}
+    for name in replies[0]["same"]:
+        arguments[name] = [str(reply["same"].get(name)) for reply in replies]
     for name, texts in arguments.items():
         if len(set(texts)) == 1:
             continue

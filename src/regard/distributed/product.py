@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from regard.core.block_loop import run_block_loop
+from regard.core.planner import upcast
 from regard.core.products import Product
 from regard.distributed.ring import KeyBlock, RingPass, RingProblem, split_parts, take_part
 from regard.engines.torch_bands import compute_share
@@ -119,9 +120,7 @@ class _BlockKernel:
         return output, stats.lse(block.engine.xp)
 
     def _run_fused(self, block: Problem, value: Tensor, value_index: IntArray) -> Any:
-        if self._is_upcast:
-            block = replace(block, query=block.query.to(block.dtype), key=block.key.to(block.dtype))
-        return block.product(value, value_index)
+        return (upcast(block) if self._is_upcast else block).product(value, value_index)
 
 
 class _RingProduct(torch.autograd.Function):  # type: ignore[misc]

@@ -20,6 +20,7 @@ import torch
 from regard.distributed.layouts import Layout
 from regard.distributed.peer_group import PeerGroup, Transfer
 from regard.errors import RegardError
+from regard.masks.base import classify_blocks
 from regard.problem import Problem
 from regard.types import Array, IntArray
 
@@ -93,14 +94,10 @@ def take_part(problem: Problem, key: Array, part: Part) -> Problem:
 def _classify(problem: Problem, runs: Sequence[slice], chunk: range) -> list[str]:
     """Classify each run of rows with a chunk of keys as "full", "partial" or "", which is empty."""
     full = "partial" if problem.score_mods else "full"
-    if problem.mask is None:
-        return [full] * len(runs)
-    kinds = []
+    kinds, start, stop = [], np.array([chunk.start]), np.array([chunk.stop])
     for run in runs:
         first, last = (int(problem.positions[row]) for row in (run.start, run.stop - 1))
-        nonempty, is_full = problem.mask.classify_blocks(
-            problem.frame, first, last + 1, np.array([chunk.start]), np.array([chunk.stop])
-        )
+        nonempty, is_full = classify_blocks(problem.mask, problem.frame, first, last + 1, start, stop)
         kinds.append(full if is_full[0] else "partial" if nonempty[0] else "")
     return kinds
 
@@ -348,10 +345,12 @@ class RingProblem:
         self, operation: str, same: Mapping[str, Any] | None = None, own: Mapping[str, Any] | None = None, *,
         error: RegardError | None = None,
     ) -> Iterator[tuple[Travel, list[Any]]]:  # fmt: skip
-        """Begin an operation, as in `PeerGroup.operate`; yield how far blocks travel, and what each rank told."""
+        """Begin an operation, as in `PeerGroup.operate`; yield how far blocks travel, and the reply of each rank."""
         same = {"heads": _describe_pairs(self.problem), **(same or {})}
-        with self.peers.operate(operation, same, {"needs": self.needs, **(own or {})}, error=error) as told:
-            yield plan_travel([other["needs"] for other in told]), told
+        with self.peers.operate(
+            operation, same, {"needs": self.needs, **(own or {})}, error=error
+        ) as replies:
+            yield plan_travel([reply["needs"] for reply in replies]), replies
 
     def take_keys(self) -> tuple[Tensor, Problem]:
         """Return the keys that travel, without heads that are not used, and the problem whose index refers to them."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentTypeError, describe_argument
-from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
-from regard.problem import Engine, Problem
+from regard.frame import is_contiguous
+from regard.problem import Engine
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
 
@@ -111,12 +111,9 @@ class ArrayEngine(Engine):
         """Context manager in which NaN and inf raise no warning."""
         return lambda: np.errstate(all="ignore")  # a library may compute with NumPy inside
 
-    def needs_exact_rows(self, problem: Problem) -> bool:
-        """Return whether |query| · |key| · scale is too large for weights from the lse of another computation."""
-        xp = self.xp
+    def find_largest_norm(self, array: Array, dtype: Any) -> float:
+        """Return the largest Euclidean norm along the last axis, computed in a dtype; 0 for an empty array."""
+        if 0 in array.shape:
+            return 0.0
         with self.suppress_warnings():
-            squares = [
-                xp.sum(self.cast(x, problem.dtype) ** 2, axis=-1) for x in (problem.query, problem.key)
-            ]
-            norms = [float(xp.sqrt(xp.max(x))) if min(x.shape) else 0.0 for x in squares]
-        return not norms[0] * norms[1] * abs(problem.scale) < EXACT_ROWS_LIMIT  # NaN needs exact rows, too
+            return float(self.xp.sqrt(self.xp.max(self.xp.sum(self.cast(array, dtype) ** 2, axis=-1))))

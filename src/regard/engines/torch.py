@@ -21,7 +21,7 @@ from regard.engines.torch_precision import has_float64, use_full_precision
 from regard.errors import ArgumentTypeError, describe_argument
 from regard.frame import is_contiguous
 from regard.masks import Mask
-from regard.problem import LoopMeasure, Problem, find_arrays
+from regard.problem import Problem, find_arrays
 from regard.types import Array, IntArray
 from regard.validation import as_array
 
@@ -322,8 +322,8 @@ class TorchEngine:
     ) -> Callable[[Any, bool], tuple[Array, Array | None, str] | None] | None:
         return fused.prepare_fast_product(query, key, mask, scale, self.device_type)
 
-    def needs_exact_rows(self, problem: Problem) -> bool:
-        return fused.needs_exact_rows(problem)
+    def find_largest_norm(self, array: Array, dtype: Any) -> float:
+        return float(array.detach().to(dtype).norm(dim=-1).amax()) if array.numel() else 0.0
 
     # Gradients
 
@@ -332,7 +332,7 @@ class TorchEngine:
         return any(map(fused.requires_grad, (*own, *arrays)))
 
     def differentiate(
-        self, problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]
+        self, problem: Problem, measures: Sequence[Any], bands: Sequence[IntArray]
     ) -> list[Any]:
         from regard.engines.torch_gradients import differentiate
 

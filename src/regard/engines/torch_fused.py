@@ -20,7 +20,7 @@ from regard.engines.native.library import load_library
 from regard.engines.torch_bands import UPCAST, BlockwiseProduct, KernelCall, differentiate_bands, run_bands
 from regard.engines.torch_kernels import Kernel
 from regard.engines.torch_precision import has_ieee_products
-from regard.frame import EXACT_ROWS_LIMIT, is_contiguous
+from regard.frame import Frame, is_contiguous
 from regard.masks import Mask
 from regard.problem import Problem, find_arrays
 from regard.score_mods import ScoreMod
@@ -228,7 +228,7 @@ def prepare_fast_product(
         return None
     is_causal = False
     if mask is not None:
-        diagonal = lowering.find_causal_diagonal(mask, q_len, kv_len)
+        diagonal = mask.diagonal(Frame((batch, heads), q_len, kv_len))
         if diagonal is None or 0 != diagonal < kv_len - 1:
             return None
         is_causal = diagonal == 0 and kv_len > 1
@@ -284,18 +284,6 @@ def requires_grad(array: object) -> bool:
     return isinstance(array, torch.Tensor) and array.requires_grad and torch.is_grad_enabled()
 
 
-def needs_exact_rows(problem: Problem) -> bool:
-    """Return whether a weight recomputed from the kernel's lse would lose digits: scores are large, or cancel.
-
-    The kernel adds up its scores in a different order, so a weight has a relative error of
-    eps · |query| · |key| · scale.
-    """
-    if not (problem.query.numel() and problem.key.numel()):
-        return False
-    norms = [float(x.detach().to(problem.dtype).norm(dim=-1).amax()) for x in (problem.query, problem.key)]
-    return not math.prod(norms) * abs(problem.scale) < EXACT_ROWS_LIMIT  # NaN needs exact rows, too
-
-
 # Tensors as the kernel takes them
 
 
@@ -310,9 +298,7 @@ def _split_pairs(problem: Problem) -> list[IntArray]:
     count = len(problem.pair_ids)
     if problem.mask is None or not problem.mask.varies_by_batch or count < 2:
         return np.split(np.arange(count), range(MAX_PAIRS, count, MAX_PAIRS))
-    heads = problem.frame.leading_shape[-1] if problem.frame.leading_shape else 1
-    batch_entry = problem.frame.selected // max(heads, 1)
-    return np.split(np.arange(count), np.flatnonzero(np.diff(batch_entry)) + 1)
+    return problem.frame.split_batch()
 
 
 def _find_group_size(index: IntArray) -> int:

@@ -15,20 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.engines.compensated import resolve_sums
 from regard.frame import take_range
-from regard.problem import LoopMeasure, Problem, find_arrays
+from regard.problem import Problem, find_arrays
 from regard.tiling import tile_sizes
 from regard.types import IntArray
 
 Tensor = Any  # torch's types are not checked
 
 
-def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequence[IntArray]) -> list[Any]:
+def differentiate(problem: Problem, measures: Sequence[Any], bands: Sequence[IntArray]) -> list[Any]:
     """Compute measures with gradients of all arrays of the problem."""
     xp, inputs = problem.engine.xp, _list_inputs(problem, measures)
     problem = replace(problem, key=_zero_masked_keys(problem, bands))
-    bound: list[Any] = [
-        measure.bind(problem) if hasattr(measure, "bind") else measure for measure in measures
-    ]
+    bound = [measure.bind(problem) for measure in measures]
     states = [measure.init(problem.shape, xp) for measure in bound]
     sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
     width = sizes.columns  # the backward pass must meet the same tiles
@@ -70,7 +68,7 @@ def differentiate(problem: Problem, measures: Sequence[LoopMeasure], bands: Sequ
     return results if has_blocks else [_add_to_graph(result, inputs) for result in results]
 
 
-def _list_inputs(problem: Problem, measures: Sequence[LoopMeasure]) -> list[Tensor]:
+def _list_inputs(problem: Problem, measures: Sequence[Any]) -> list[Tensor]:
     """List the tensors that get a gradient."""
     of_measures = (getattr(measure, "array", None) for measure in measures)
     arrays = [problem.query, problem.key, problem.sink, *find_arrays(problem.score_mods), *of_measures]

@@ -15,7 +15,7 @@ import torch
 
 from regard.frame import Frame
 from regard.masks import Mask
-from regard.masks.kinds import BandMask
+from regard.masks.base import classify_blocks
 from regard.problem import Problem
 from regard.tiling import TileSizes, tile_sizes
 from regard.types import IntArray
@@ -90,9 +90,7 @@ def _lower_band(
 ) -> LoweredBand:
     """Lower the blocks of one band; `starts` are the first columns of the blocks, and `end` follows the last."""
     stops = np.append(starts[1:], end)
-    nonempty, full = np.ones(len(starts), bool), np.ones(len(starts), bool)
-    if mask is not None:
-        nonempty, full = mask.classify_blocks(frame, rows.start, rows.stop, starts, stops)
+    nonempty, full = classify_blocks(mask, frame, rows.start, rows.stop, starts, stops)
     live = np.flatnonzero(nonempty)
     adjoining = len(live) > 1 and live[-1] - live[0] == len(live) - 1
     if adjoining and len(rows) <= sizes.mask_tile_rows and not full[live].all():
@@ -128,13 +126,6 @@ def describe_bands(bands: list[LoweredBand], num_calls: int) -> str:
         return "causal" if block.is_causal else "masked" if block.has_tile else "no mask"
     num_tiles = sum([block.has_tile for band in bands for block in band.blocks])
     return f"{num_calls} blocks" + (f", {num_tiles} with a mask tile" if num_tiles else "")
-
-
-def find_causal_diagonal(mask: Mask, q_len: int, kv_len: int) -> int | None:
-    """Return the last key that query 0 attends to if a mask is causal and nothing else; None otherwise."""
-    if not isinstance(mask, BandMask) or mask.left is not None or mask.right is None or mask.right.array.ndim:
-        return None
-    return int(mask.right.array) + (kv_len - q_len if mask.align == "lower_right" else 0)
 
 
 def make_tile_builder(problem: Problem) -> TileBuilder:

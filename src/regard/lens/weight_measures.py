@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from regard.accumulators import Accumulator, BandSum, ColumnSum, RowSum
+from regard.accumulators import Accumulator, ColumnSum, DistanceSum, RowSum
 from regard.measures import Measure
 from regard.measures.base import as_slice
 from regard.measures.sums import MAX_INTERVALS
@@ -91,7 +91,7 @@ class DistanceBands(Measure):
 
     def accumulator(self, problem: Problem) -> tuple[Accumulator, ...]:
         offset = self.query_offset
-        bands = (BandSum(least + offset, most + offset) for least, most in self.bands)
+        bands = (DistanceSum(least + offset, most + offset) for least, most in self.bands)
         return (RowSum("distance", offset=offset), *bands)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
@@ -187,7 +187,7 @@ class TokenCopies(Measure):
         after = np.roll(keys, 1, -1)
         after[:, 0] = NO_TOKEN
         last = self.query_offset - 1
-        return BandSum(-np.inf, last, rows, keys), BandSum(-np.inf, last + 1, rows, after)
+        return DistanceSum(-np.inf, last, rows, keys), DistanceSum(-np.inf, last + 1, rows, after)
 
     def init(self, shape: tuple[int, int, int], xp: Any) -> Any:
         return xp.zeros((*shape[:2], 2))

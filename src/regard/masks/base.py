@@ -28,6 +28,15 @@ class BlockKinds(NamedTuple):
     full: Array
 
 
+def classify_blocks(
+    mask: Mask | None, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
+) -> BlockKinds:
+    """Classify blocks as `Mask.classify_blocks` does; without a mask, all are full."""
+    if mask is None or not len(kv_lo):
+        return BlockKinds(np.ones(len(kv_lo), bool), np.ones(len(kv_lo), bool))
+    return mask.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+
+
 class SplitPoints(NamedTuple):
     """Positions at which rows and columns are best split, ascending, with 0 first."""
 

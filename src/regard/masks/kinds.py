@@ -84,7 +84,7 @@ def causal(align: Align | None = None) -> Mask:
            [1, 1, 0, 0, 0]])
     """
     check_align(align, "causal")
-    return BandMask(None, IntParameter(0), align)
+    return WindowMask(None, IntParameter(0), align)
 
 
 def sliding_window(
@@ -131,13 +131,13 @@ def sliding_window(
         )
     if size is not None:
         counts = as_int_parameter(size, "sliding_window", 1)
-        return BandMask(IntParameter(counts.array - 1), IntParameter(0), align)
+        return WindowMask(IntParameter(counts.array - 1), IntParameter(0), align)
     sides = [None if side is None else as_int_parameter(side, "sliding_window", 0) for side in (left, right)]
-    return BandMask(sides[0], sides[1], align)
+    return WindowMask(sides[0], sides[1], align)
 
 
 @dataclass(frozen=True)
-class BandMask(Mask):
+class WindowMask(Mask):
     """A band along the diagonal: −left ≤ kv_idx − q_idx ≤ right, where None is no limit."""
 
     left: IntParameter | None
@@ -185,7 +185,7 @@ class BandMask(Mask):
         low, _ = frame.resolve(self)
         if rest is self and columns.start - (rows.stop - 1) >= np.max(low):
             # The left limit is outside this block.
-            return BandMask(None, self.right, self.align) if self.right is not None else True
+            return WindowMask(None, self.right, self.align) if self.right is not None else True
         return rest
 
     def split_points(self, frame: Frame) -> SplitPoints:
@@ -202,13 +202,13 @@ class BandMask(Mask):
         return SplitPoints(sort_splits(rows, frame.q_len), sort_splits(columns, frame.kv_len))
 
     def intersect(self, other: Mask) -> Mask | None:
-        if not isinstance(other, BandMask) or other.align != self.align:
+        if not isinstance(other, WindowMask) or other.align != self.align:
             return None
         left, right = (
             own or given if own is None or given is None else IntParameter(np.minimum(own.array, given.array))
             for own, given in ((self.left, other.left), (self.right, other.right))
         )
-        return BandMask(left, right, self.align)
+        return WindowMask(left, right, self.align)
 
     def diagonal(self, frame: Frame) -> int | None:
         if self.left is not None or self.right is None or self.right.array.ndim:

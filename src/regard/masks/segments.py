@@ -15,7 +15,7 @@ import numpy as np
 
 from regard.errors import TooLargeError
 from regard.frame import Frame, is_contiguous
-from regard.masks.base import Mask
+from regard.masks.base import Mask, classify_blocks
 from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 
@@ -120,9 +120,7 @@ def iterate_segments(
     pairs = len(frame.selected)
     remaining = [(np.arange(pairs), 0)] if pairs else []
     if mask is not None and mask.varies_by_batch and pairs > 1:
-        heads = frame.leading_shape[-1] if frame.leading_shape else 1
-        entries = np.flatnonzero(np.diff(frame.selected // max(heads, 1))) + 1
-        remaining = [(group, 0) for group in np.split(np.arange(pairs), entries)]
+        remaining = [(group, 0) for group in frame.split_batch()]
     while remaining:
         group, first_block = remaining.pop(0)
         built = builder.build(frame.select(group), first_block, max_tile_bytes)
@@ -186,10 +184,8 @@ class _SegmentBuilder:
         self, frame: Frame, q_idx: IntArray, kv_lo: IntArray, kv_hi: IntArray
     ) -> tuple[IntArray, Array]:
         """Return the blocks that are not empty, and which of them are full."""
-        if self._mask is None or not len(kv_lo):
-            return np.arange(len(kv_lo)), np.ones(len(kv_lo), bool)
-        nonempty, full = self._mask.classify_blocks(
-            frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi
+        nonempty, full = classify_blocks(
+            self._mask, frame, int(q_idx.min()), int(q_idx.max()) + 1, kv_lo, kv_hi
         )
         live = np.flatnonzero(nonempty)
         return live, np.asarray(full)[live]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -229,7 +229,8 @@ class RowMean(Measure):
 
     def _normalise(self, total: Array, weight: Array, least_sum: float) -> Array:
         """Divide sums of weight · factor by the sums of the weights; both are (pairs, rows)."""
-        return total / find_engine("finish", total=total).xp.where(weight < least_sum, 1.0, weight)
+        xp = find_engine("finish", total=total).xp
+        return xp.where(weight < least_sum, 0.0, total) / xp.where(weight < least_sum, 1.0, weight)
 
 
 def _is_default(value: object, default: object) -> bool:
@@ -243,7 +244,7 @@ def copy_with(measure: MeasureT, **state: Any) -> MeasureT:
     return bound
 
 
-def find_accumulator(measure: object, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
+def find_accumulator(measure: Measure, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
     """Return the description of a measure's state; None if the measure has none, or redefines how it is computed.
 
     >>> import regard
@@ -253,11 +254,9 @@ def find_accumulator(measure: object, problem: Problem) -> Accumulator | tuple[A
     ColumnSum()
     """
     classes = type(measure).__mro__
-    if Measure not in classes:
-        return None
     described = next(i for i, owner in enumerate(classes) if "accumulator" in vars(owner))
     computed = next(i for i, owner in enumerate(classes) if {"init", "step"} & vars(owner).keys())
-    return cast(Measure, measure).accumulator(problem) if described <= computed else None
+    return measure.accumulator(problem) if described <= computed else None
 
 
 def as_slice(indices: Array) -> slice:
@@ -279,12 +278,14 @@ def share_columns(problem: Problem, *columns: Array) -> tuple[Array, IntArray]:
     return array, np.zeros(problem.shape[0], np.int64)
 
 
-def get_result_name(measure: object) -> str:
+def get_result_name(measure: Measure) -> str:
     """Return the field of `A.measure(…)` that holds a measure's result: its `result_name`, or its class name.
 
     >>> import regard
     >>> get_result_name(regard.MaxWeight()), get_result_name(regard.TopK(8))
     ('max_weight', 'topk')
     """
-    name: str = getattr(measure, "result_name", "")
-    return name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__.lstrip("_")).lower()
+    return (
+        measure.result_name
+        or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__.lstrip("_")).lower()
+    )

@@ -57,7 +57,7 @@ class Entropy(RowMean):
         if self.include_sink:
             share = xp.clip(1.0 - weight, 0.0, None)
             return total - share * xp.log(xp.where(share > 0, share, 1.0))
-        weight = xp.where(weight < least_sum, 1.0, weight)
+        total, weight = (xp.where(weight < least_sum, x, y) for x, y in ((0.0, total), (1.0, weight)))
         return xp.clip(total / weight + xp.log(weight), 0.0, None)  # a difference may round to below 0
 
     def step(

@@ -16,7 +16,7 @@ import numpy as np
 from regard.frame import Frame
 from regard.masks import Mask
 from regard.masks.base import CombinedMask
-from regard.masks.kinds import BandMask, KeyRangeMask
+from regard.masks.kinds import KeyRangeMask, WindowMask
 from regard.score_mods import AlibiMod, RelativeBiasMod, ScoreMod, SoftcapMod
 from regard.types import Array, IntArray, Namespace
 
@@ -121,7 +121,7 @@ class TokenPositions:
 
 def _align_lower_right(mask: Mask) -> Mask | None:
     """Return the mask of the last rows without positions; None if one of its atoms does not support that."""
-    if isinstance(mask, BandMask):
+    if isinstance(mask, WindowMask):
         return replace(mask, align="lower_right")
     if isinstance(mask, KeyRangeMask):
         return mask

@@ -77,7 +77,7 @@ def agree(A, query, key, value, mask=True, feature_map="elu", product=None):
 
 
 def to_engine_of(A, array):
-    return ENGINES[A._problem.engine.name](array)
+    return ENGINES[A.problem.engine.name](array)
 
 
 # -- Compared with the definition -------------------------------------------------------------------------

@@ -345,7 +345,7 @@ def test_an_ellipsis_of_no_axis_separates_an_array_from_an_integer(index: Any, l
 
 def test_a_lazy_part_shares_the_query(tiles: None) -> None:
     A = matrix((2, 3))
-    assert A[0, 1]._problem.query is A._problem.query
+    assert A[0, 1].problem.query is A.problem.query
     assert A[0][1].shape == A[0, 1].shape == (Q_LEN, KV_LEN)
 
 

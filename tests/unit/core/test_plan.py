@@ -208,7 +208,7 @@ def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: 
 @use_instruction_set(None)
 @pytest.mark.parametrize("has_output", [False, True])
 def test_a_product_takes_a_limited_number_of_extra_columns(has_output: bool) -> None:
-    problem = attention(torch.randn(8, 4), torch.randn(30, 4))._problem
+    problem = attention(torch.randn(8, 4), torch.randn(30, 4)).problem
     outputs: dict[str, Measure] = (
         {"output": Product(torch.randn(1, 30, 4), np.zeros(1, int))} if has_output else {}
     )

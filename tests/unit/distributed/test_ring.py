@@ -26,7 +26,7 @@ MASKS = {
 
 def build_problem(mask, length: int, positions: np.ndarray):
     A = regard.attention(torch.zeros(1, length, 2), torch.zeros(1, length, 2), mask=mask)
-    problem = A._problem
+    problem = A.problem
     return replace(problem, query=problem.query[:, : len(positions)], positions=positions)
 
 

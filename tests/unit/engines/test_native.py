@@ -16,10 +16,10 @@ import pytest
 import regard
 from regard import attention, causal, dense, document, first, padding, sliding_window
 from regard.accumulators import (
-    BandSum,
     CellReduction,
     ColumnSum,
     DiagonalSum,
+    DistanceSum,
     RowMaxScore,
     RowSum,
     RowTopK,
@@ -57,14 +57,15 @@ def list_accumulators(pairs: int, rows: int, kv_len: int) -> list[Any]:
         RowSum("one", intervals=((0, kv_len // 3), (kv_len // 2, kv_len))), ColumnSum(),
         CellReduction((few, few), "sum"), CellReduction((1, kv_len), "sum"), CellReduction((rows, 1), "max"),
         CellReduction(many if rows * kv_len < 5000 else (1, 2), "max"), RowTopK(1),
-        RowTopK(min(8, kv_len)), RowMaxScore(), DiagonalSum(), BandSum(-1, -1), BandSum(-20, 19), BandSum(1, np.inf),
-        BandSum(-np.inf, kv_len - rows), BandSum(5, 3), BandSum(-np.inf, -1, *labels[0]), BandSum(-30, 40, *labels[1]),
+        RowTopK(min(8, kv_len)), RowMaxScore(), DiagonalSum(), DistanceSum(-1, -1), DistanceSum(-20, 19),
+        DistanceSum(1, np.inf), DistanceSum(-np.inf, kv_len - rows), DistanceSum(5, 3),
+        DistanceSum(-np.inf, -1, *labels[0]), DistanceSum(-30, 40, *labels[1]),
     ]  # fmt: skip
 
 
 def check(A: Any, *, known: str = "", threads: int = 1, rtol: float, atol: float) -> None:
     """Compare the compiled pass over a matrix of NumPy arrays with the dense definition."""
-    problem = A._problem
+    problem = A.problem
     with use_instruction_set(None):
         weights, scores = (np.asarray(x).reshape(problem.shape) for x in (A.to_dense(), A.scores[...]))
         stats = A._require_stats()
@@ -184,7 +185,7 @@ def test_rows_out_of_order_grouped_heads_and_layouts(instruction_set: str) -> No
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_results_do_not_depend_on_the_number_of_threads(instruction_set: str, threads: int) -> None:
     query, key = draw(2000, 700, 16, np.float32)
-    problem = attention(query, key, mask=sliding_window(left=400, right=100, align="upper_left"))._problem
+    problem = attention(query, key, mask=sliding_window(left=400, right=100, align="upper_left")).problem
     accumulators = list_accumulators(2, 2000, 700)
     first_result, again = (
         accumulate(problem, query, key, accumulators, None, None, count) for count in (1, threads)
@@ -206,13 +207,13 @@ def test_masked_numbers_do_not_matter_and_live_ones_reach_their_rows(
     poisoned = attention(query, key, mask=mask)
     accumulators = list_accumulators(2, 100, 130)
     clean_result, result = (
-        accumulate(A._problem, query, A._problem.key, accumulators, None, None, 1) for A in (clean, poisoned)
+        accumulate(A.problem, query, A.problem.key, accumulators, None, None, 1) for A in (clean, poisoned)
     )
     for x, y in zip(clean_result[0], result[0], strict=True):
         for a, b in zip(x, y, strict=True) if isinstance(x, tuple) else [(x, y)]:
             np.testing.assert_array_equal(a, b)
     key[:, 60] = np.nan
-    result = accumulate(poisoned._problem, query, key, accumulators, None, None, 1)
+    result = accumulate(poisoned.problem, query, key, accumulators, None, None, 1)
     sees = mask.to_dense(100, 130)[:, 60]
     for accumulator, found in zip(accumulators, result[0], strict=True):
         if accumulator in (RowSum("one"), RowSum("surprisal"), RowSum("position"), RowMaxScore()):
@@ -247,7 +248,7 @@ def test_exponentials_are_within_two_ulps(instruction_set: str, dtype: Any) -> N
 def test_the_sum_of_a_cell_is_within_four_ulps(instruction_set: str, rows: int, kv_len: int) -> None:
     query, key, cells = np.zeros((1, rows, 2)), np.zeros((1, kv_len, 2)), (4, 4)
     A = attention(query, key)
-    found = accumulate(A._problem, query, key, [CellReduction(cells, "sum")], None, None, 1)[0][0][0]
+    found = accumulate(A.problem, query, key, [CellReduction(cells, "sum")], None, None, 1)[0][0][0]
     cell_rows, cell_columns = (np.arange(n) * 4 // n for n in (rows, kv_len))
     for i, j in np.ndindex(*cells):
         exact = math.fsum(A.to_dense()[0][np.ix_(cell_rows == i, cell_columns == j)].ravel())
@@ -256,7 +257,7 @@ def test_the_sum_of_a_cell_is_within_four_ulps(instruction_set: str, rows: int, 
 
 def test_ties_go_to_the_lowest_index(instruction_set: str) -> None:
     query, key = np.zeros((1, 70, 2), np.float32), np.zeros((1, 150, 2), np.float32)
-    problem = attention(query, key, mask=~first(3))._problem
+    problem = attention(query, key, mask=~first(3)).problem
     found = accumulate(problem, query, key, [RowTopK(5)], None, None, 1)
     np.testing.assert_array_equal(found[0][0][1], np.broadcast_to(np.arange(3, 8), (1, 70, 5)))
 
@@ -270,7 +271,7 @@ def test_an_instruction_set_that_is_missing_is_refused() -> None:
 def test_an_empty_axis(shape: tuple[int, int, int]) -> None:
     pairs, rows, kv_len = shape
     query, key = np.zeros((pairs, rows, 4)), np.zeros((pairs, kv_len, 4))
-    problem = attention(query, key)._problem
+    problem = attention(query, key).problem
     accumulated, largest, total = accumulate(problem, query, key, [RowSum("one"), ColumnSum()], None, None, 2)
     assert [x.shape for x in accumulated] == [(pairs, rows), (pairs, kv_len)]
     assert (largest == -np.inf).all() and (total == 0).all()
@@ -308,7 +309,7 @@ def test_no_thread_count_changes_while_the_pass_runs(monkeypatch: pytest.MonkeyP
 
 def test_the_pass_runs_in_threads_of_its_own_and_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key = draw(3000, 600, 8, np.float32)
-    problem = attention(query, key)._problem
+    problem = attention(query, key).problem
     started: list[Any] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), start(thread))[1])
@@ -370,7 +371,7 @@ def test_a_failure_in_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> Non
     library = load_library()
     monkeypatch.setattr(library, "regard_run", lambda *_: 1)
     with pytest.raises(MemoryError, match="no memory for a block of rows"):
-        accumulate(attention(query, key)._problem, query, key, [ColumnSum()], None, None, 3)
+        accumulate(attention(query, key).problem, query, key, [ColumnSum()], None, None, 3)
 
 
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_statistics_that_are_known_are_not_computed_again(monkeypatch):
     asked = []
     monkeypatch.setattr(triton_pass, "plan_launches", lambda *_, has_stats: asked.append(has_stats) or [])
     monkeypatch.setattr(triton_pass, "Launcher", lambda _: None)
-    problem = regard.attention(*torch.zeros(2, 3, 4, dtype=torch.float16))._problem
+    problem = regard.attention(*torch.zeros(2, 3, 4, dtype=torch.float16)).problem
     known = torch.zeros(1, 3)
     assert triton_pass.accumulate(problem, [], known, known) == ([], known, known)
     assert asked == [True]
@@ -228,7 +228,7 @@ def test_statistics_that_are_known_are_not_computed_again(monkeypatch):
 )
 def test_a_flash_loop_takes_values_of_its_dtype_and_a_limited_width(value, is_planned, monkeypatch):
     query, key = (torch.zeros(n, 64, dtype=torch.float16) for n in (5, value.shape[1]))
-    problem = regard.attention(query, key)._problem
+    problem = regard.attention(query, key).problem
     monkeypatch.setattr(triton_pass, "describe_pass", lambda _: "triton pass")
     name = triton_pass.describe_product(problem, value, [RowSum("surprisal")])
     assert name == ("triton flash loop" if is_planned else "")

@@ -119,7 +119,7 @@ def test_topk_does_not_depend_on_the_order_of_tiles(topk_columns: int) -> None:
     W = np.full((1, 5, 18), 0.01)
     W[0, 1:, 12:] = 0.1  # in rows after the first the largest are in the last tile
     with use_tile_sizes(topk_columns=topk_columns):
-        measure = TopK(3).bind(matrix(5, 18)._problem)
+        measure = TopK(3).bind(matrix(5, 18).problem)
     expected = np.argsort(-W, axis=-1, kind="stable")[..., :3]
     for order in ([0, 6, 12], [12, 6, 0], [12, 0, 6], [6, 0, 12]):
         state = measure.init(W.shape, np)
@@ -409,8 +409,8 @@ REPRS: dict[str, Measure] = {
 @pytest.mark.parametrize("text", REPRS)
 def test_reprs_show_the_arguments_and_no_bound_state(text: str) -> None:
     measure, A = REPRS[text], matrix(13, 13)
-    assert repr(measure) == repr(measure.bind(A._problem)) == text
-    assert measure.bind(A._problem) == measure and hash(measure) == hash(measure.bind(A._problem))
+    assert repr(measure) == repr(measure.bind(A.problem)) == text
+    assert measure.bind(A.problem) == measure and hash(measure) == hash(measure.bind(A.problem))
 
 
 def test_the_repr_of_an_output_is_short() -> None:
@@ -437,8 +437,8 @@ class EvenShare(Measure):
         return state
 
 
-class Hottest:
-    """The largest score of each head, by a class that does not subclass Measure."""
+class Hottest(Measure):
+    """The largest score of each head."""
 
     def init(self, shape: Any, xp: Any) -> Any:
         return xp.full(shape[:1], -xp.inf)
@@ -483,11 +483,22 @@ def test_weights_are_final_when_a_measure_gets_them() -> None:
     equal(whole, A.to_dense())
 
 
-@pytest.mark.parametrize("missing", ["init", "step", "merge", "finish"])
-def test_an_object_that_is_no_measure_is_refused(missing: str) -> None:
-    parts = {name: getattr(Hottest, name) for name in ("init", "step", "merge", "finish") if name != missing}
-    for wrong in (type("Partial", (), parts)(), "entropy"):
-        with pytest.raises(regard.ArgumentTypeError, match="measures such as"):
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_mean_over_keys_without_weight_is_zero(library: str) -> None:
+    convert = np.asarray if library == "numpy" else pytest.importorskip("torch").as_tensor
+    zeros = convert(np.zeros((3, 2), np.float32))
+    A = regard.attention(zeros, zeros, sink=convert(np.float32(90)))  # the weights are subnormal numbers
+    assert (A.to_dense() > 0).all()
+    found = A.measure(Distance(), Entropy(), regard.Position())
+    for name, result in found._asdict().items():
+        equal(A.problem.engine.to_numpy(result), np.zeros(3), err_msg=name)
+
+
+@pytest.mark.parametrize("methods", [("init", "step"), ("init", "step", "merge", "finish")])
+def test_an_object_that_is_no_measure_is_refused(methods: tuple[str, ...]) -> None:
+    parts = {name: getattr(Hottest, name) for name in methods}
+    for wrong in (type("Similar", (), parts)(), "entropy"):
+        with pytest.raises(regard.ArgumentTypeError, match=r"subclass regard\.measures\.Measure"):
             matrix().measure(wrong)
 
 

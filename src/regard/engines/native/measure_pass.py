@@ -18,10 +18,10 @@ import numpy as np
 
 from regard.accumulators import (
     Accumulator,
-    BandSum,
     CellReduction,
     ColumnSum,
     DiagonalSum,
+    DistanceSum,
     RowMaxScore,
     RowSum,
     RowTopK,
@@ -150,7 +150,7 @@ class _MatrixPass:
         self.row_sums = {
             accumulator: np.zeros((pairs, rows))
             for accumulator in dict.fromkeys(accumulators)
-            if isinstance(accumulator, RowSum | BandSum | RowMaxScore)
+            if isinstance(accumulator, RowSum | DistanceSum | RowMaxScore)
         }
         # Sums over rows: jobs of the same pair add to parts of their own.
         self.columns = np.zeros((pairs, len(problem.kv_range))) if ColumnSum() in wanted else None
@@ -235,7 +235,7 @@ class _MatrixPass:
                     distances.append((offset, pointer))
                 case RowSum("one", _, intervals) if intervals is not None:
                     shares.append((intervals, pointer))
-                case BandSum(least, most, query_labels, key_labels):
+                case DistanceSum(least, most, query_labels, key_labels):
                     label_arrays = [_take_labels(array, made.pair) for array in (query_labels, key_labels)]
                     made.kept += label_arrays
                     limits = (int(np.clip(limit, -FAR, FAR)) for limit in (least, most))
@@ -276,7 +276,7 @@ class _MatrixPass:
                 return self.grids[accumulator]
             case RowTopK(k):
                 return tuple(array[..., :k].copy() for array in self.top)
-            case RowSum() | BandSum() | RowMaxScore():
+            case RowSum() | DistanceSum() | RowMaxScore():
                 return self.row_sums[accumulator]
         raise TypeError(accumulator)
 
