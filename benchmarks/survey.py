@@ -139,7 +139,9 @@ def write_texts(folder: Path, count: int, length: int) -> Corpus:
 def start_worker(model: Any, corpus: Corpus, out: Path, max_tokens: int) -> ShardWorker:
     out.mkdir()
     (out / "lock").write_text("benchmark")
-    spec = SurveySpec(PickledModel.dump(model, "survey.run"), MEASURES, options=RunOptions(max_tokens=max_tokens))
+    spec = SurveySpec(
+        PickledModel.dump(model, "survey.run"), MEASURES, options=RunOptions(max_tokens=max_tokens)
+    )
     return ShardWorker(ShardJob(spec, corpus, str(out), "benchmark", list_columns(), INFO))
 
 

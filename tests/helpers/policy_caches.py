@@ -11,7 +11,6 @@ import torch
 import regard
 import regard.transformers  # registers the implementation
 from regard.policy import FULL, CachePolicy
-from regard.policy.masking import build_edits
 from tests.helpers.tiny_models import TINY
 
 WINDOWS, SINKS = (FULL, 1, 2, 3, 5, 8), (0, 1, 2, 4)
@@ -44,7 +43,7 @@ def run_masked(model: Any, policy: CachePolicy, tokens: torch.Tensor) -> torch.T
     """Return the logits of a run without a cache, with the policy as masks."""
     implementation = model.config._attn_implementation
     model.set_attn_implementation("regard")
-    with torch.no_grad(), regard.intervene(model, build_edits(policy)):
+    with torch.no_grad(), regard.intervene(model, policy.edits()):
         logits = model(tokens, use_cache=False).logits
     model.set_attn_implementation(implementation)
     return logits

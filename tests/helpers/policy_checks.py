@@ -16,7 +16,7 @@ from regard.jobs.shards import RowBatch
 from regard.models import LoadedModel
 from regard.policy import FULL, CachePolicy, Verification
 from regard.policy.model_runner import PolicyRunner, PolicySpec, run_tests
-from regard.policy.policy import build_verification, widen
+from regard.policy.policy import build_verification, widen_heads
 
 TEXT_MODEL, INDUCTION_MODEL = "examples.induction:load_text", "examples.induction:load"
 # The lengths that the models were trained on.
@@ -76,7 +76,7 @@ class LocalVerifier:
             verification = self.verify(policy, bound, effects=True)
             if verification.holds:
                 return policy, rounds
-            policy, _ = widen(verification)
+            policy, _ = widen_heads(verification)
         raise AssertionError(f"{verification.verdict} after {rounds} rounds")
 
 

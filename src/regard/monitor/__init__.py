@@ -16,7 +16,6 @@ Design notes:
   libraries.
 - A monitored step runs inside `regard.watch`, entered and left at the boundaries of the step. Its patches are in place
   only while a module of the model runs. Other steps run none of this code.
-- A step is one table of sums and one of maxima, so that processes combine theirs by one all-reduce each.
 
 >>> import torch
 >>> from regard.monitor import Monitor

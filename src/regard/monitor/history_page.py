@@ -10,7 +10,7 @@ import numpy as np
 from regard.errors import ArgumentError
 from regard.lens.table import Table
 from regard.monitor.alarms import Alarm
-from regard.monitor.loggers import KEYS
+from regard.monitor.loggers import KEYS, SHARES
 from regard.pages.encoding import encode_array
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
@@ -78,9 +78,8 @@ def draw_history(history: Table, column: str, ax: Any) -> Any:
         )
     if ax is None:
         _, ax = pyplot.subplots(figsize=(8, 1.5 + 0.18 * len(heads)), layout="constrained")
-    is_share = column in ("first", "first_max", "saturated")
     image = ax.imshow(
-        columns[column], aspect="auto", interpolation="nearest", vmin=0, vmax=1 if is_share else None
+        columns[column], aspect="auto", interpolation="nearest", vmin=0, vmax=1 if column in SHARES else None
     )
     ax.figure.colorbar(image, ax=ax, label=column)
     ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))

@@ -18,6 +18,8 @@ Row = dict[str, Any]
 
 # Columns that identify a row; the others are logged.
 KEYS = ("step", "module", "layer", "head")
+# Columns that are shares, which lie between 0 and 1.
+SHARES = ("first", "first_max", "saturated")
 # Columns that are drawn as an image of layers × heads.
 IMAGES = ("max_score", "entropy", "first")
 PIXELS = 16  # of a cell along each edge
@@ -122,8 +124,7 @@ def draw_heads(rows: Sequence[Row], column: str) -> Any:
     cells = np.full((1 + max(row["layer"] for row in rows), 1 + max(row["head"] for row in rows)), np.nan)
     for row in rows:
         cells[row["layer"], row["head"]] = row[column]
-    is_share = column in ("first", "first_max", "saturated")
-    top = 1.0 if is_share else max(np.nanmax(cells, initial=0.0), np.finfo(float).tiny)
+    top = 1.0 if column in SHARES else max(np.nanmax(cells, initial=0.0), np.finfo(float).tiny)
     level = np.clip(cells / top, 0.0, 1.0)[..., None]
     # From dark blue over teal to light yellow, of rising lightness.
     stops = np.array([[24, 24, 84], [38, 130, 142], [253, 231, 37]], float)

@@ -231,14 +231,14 @@ def find_layer_part(model: nn.Module, call: Call) -> LayerPart:
     owner = _find_owner(model, call.name)
     heads = call.shape[-3] if len(call.shape) > 2 else 1
     part, num_parts = 0, 1
-    sharded = [shard for parameter in owner.parameters() for shard in _list_shards(parameter)]
+    sharded = [shard for parameter in owner.parameters() for shard in _list_split_axes(parameter)]
     if sharded:
         widths = _list_widths(call, heads)
         # Sizes of the matrices that are not split.
         whole = {
             size
             for parameter in owner.parameters()
-            if parameter.ndim == 2 and not any(_list_shards(parameter))
+            if parameter.ndim == 2 and not any(_list_split_axes(parameter))
             for size in parameter.shape
         }
         matching = [shard for shard in sharded if shard.size in widths]
@@ -311,7 +311,7 @@ def _find_owner(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-class _Shard(NamedTuple):
+class _SplitAxis(NamedTuple):
     """One axis of a parameter that is split: its size here, and which part of how many it is."""
 
     size: int
@@ -319,7 +319,7 @@ class _Shard(NamedTuple):
     num_parts: int
 
 
-def _list_shards(parameter: Tensor) -> Iterator[_Shard]:
+def _list_split_axes(parameter: Tensor) -> Iterator[_SplitAxis]:
     """Yield the axes of a parameter that are split between processes, as DTensor states them."""
     if not _is_distributed(parameter):
         return
@@ -332,7 +332,7 @@ def _list_shards(parameter: Tensor) -> Iterator[_Shard]:
             if place.is_shard(axis):
                 part, num_parts = part * length + position, num_parts * length
         if num_parts > 1:
-            yield _Shard(int(size), part, num_parts)
+            yield _SplitAxis(int(size), part, num_parts)
 
 
 def _is_distributed(parameter: Tensor) -> bool:
@@ -354,7 +354,7 @@ def _hash_parameters(module: nn.Module, with_shards: bool) -> str:
     """
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        if with_shards or not any(_list_shards(parameter)):
+        if with_shards or not any(_list_split_axes(parameter)):
             local = parameter.to_local() if _is_distributed(parameter) else parameter
             flat = local.detach().reshape(-1)
             digest.update(repr((tuple(local.shape), flat[:8].tolist(), flat[-8:].tolist())).encode())

@@ -7,8 +7,7 @@ Design notes:
 - A policy's cache hands out only new keys, and its attention function stores them. Only there the mask is known, and
   with it the first token of a padded row, whose sinks must stay. A layer whose keys do not arrive raises an error in
   the same forward pass.
-- A windowed head stores a ring, and others grow by a 64th. Softmax does not depend on the order of the keys, so a
-  step copies nothing; doubling would miss the predicted bytes by half.
+- Stores of heads without a window grow by a 64th: doubling would miss the predicted bytes by half.
 - transformers' own sliding layers are used only if the configuration says what the policy says. They keep no sinks
   and one window size, and the masks of a model follow its configuration; changing that of a loaded model would change
   more than its cache.

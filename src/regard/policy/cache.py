@@ -29,7 +29,7 @@ from transformers.masking_utils import (
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.families import TESTED_CACHES, get_family
-from regard.policy.head_store import UNKNOWN_START, HeadStore, ScoreOptions, attend
+from regard.policy.head_store import UNKNOWN_START, HeadStore, ScoreOptions, attend_to_store
 from regard.policy.masking import FULL, KeptKeys
 from regard.transformers.attention_function import REFUSED_ARGUMENTS, attention_forward, supports_sdpa
 
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 Tensor = Any  # the types of torch are not followed
 
 NAME = "regard_policy"
+
+# How hints apply a policy without its cache.
+AS_MASKS = "regard.intervene(model, policy.edits())"
 
 # Layer types with keys and values of every token.
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -56,7 +59,7 @@ class Handover:
     model_name: str
     layer: PolicyLayer | None = None  # whose keys were handed out last, until its attention was computed
 
-    def refuse(self, received: str) -> ArgumentError:
+    def build_error(self, received: str) -> ArgumentError:
         """Return the error for a model that cannot be served."""
         return ArgumentError(
             "policy.cache",
@@ -146,9 +149,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         handover = self._handover
         if handover.config._attn_implementation != NAME:
-            raise handover.refuse(f"attn_implementation={handover.config._attn_implementation!r}")
+            raise handover.build_error(f"attn_implementation={handover.config._attn_implementation!r}")
         if handover.layer is not None:
-            raise handover.refuse("keys that did not reach the attention function")
+            raise handover.build_error("keys that did not reach the attention function")
         if key_states.requires_grad:
             raise ArgumentError(
                 "policy.cache",
@@ -186,7 +189,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         tokens = key.shape[2]
         self._length += tokens
         if mask is not None and mask.shape[-1] != self._length:
-            raise self._handover.refuse(f"a mask over {mask.shape[-1]} keys after {self._length} tokens")
+            raise self._handover.build_error(f"a mask over {mask.shape[-1]} keys after {self._length} tokens")
         if mask is None and self._origin is None:
             self._origin = 0
         if mask is not None:
@@ -211,7 +214,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         for store in self.stores:
             heads = store.index
             chosen = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
-            output[:, heads, :, skipped:] = attend(
+            output[:, heads, :, skipped:] = attend_to_store(
                 store,
                 rows[:, heads],
                 key[:, heads],
@@ -415,7 +418,7 @@ def policy_attention(
                 "policy.cache",
                 received=f"{meaning} in {type(module).__name__}",
                 expected="a model that passes a mask",
-                hint="Apply the policy as masks instead: regard.interventions.restrict.",
+                hint=f"Apply the policy as masks instead: {AS_MASKS}.",
             )
     sink = kwargs.get("s_aux")
     softcap = kwargs.get("softcap")
@@ -466,7 +469,7 @@ def build_cache(policy: KeptKeys, model: PreTrainedModel) -> Cache:
             "policy.cache",
             received=describe_argument(model),
             expected="a model of transformers",
-            hint="Apply the policy to other models as masks: regard.interventions.restrict.",
+            hint=f"Apply the policy to other models as masks: {AS_MASKS}.",
         )
     if model.config.is_encoder_decoder:
         raise _refuse(
@@ -479,13 +482,13 @@ def build_cache(policy: KeptKeys, model: PreTrainedModel) -> Cache:
         raise _refuse(model, *own_cache)
     layer_types, settings = _read_layer_types(model, config)
     rows = _match_layers(policy, model, layer_types)
-    if says_config(policy, config, layer_types, rows):
+    if matches_config(policy, config, layer_types, rows):
         return DynamicCache(config=config)
     _set_implementation(model, config)
     if config.model_type not in TESTED_CACHES:
         warnings.warn(
             f"policy.cache: the family {config.model_type!r} has not been tested. Compare its outputs with those of "
-            "the policy as masks: regard.interventions.restrict.",
+            f"the policy as masks: {AS_MASKS}.",
             stacklevel=3,
         )
     handover = Handover(config, type(model).__name__)
@@ -503,7 +506,7 @@ def build_cache(policy: KeptKeys, model: PreTrainedModel) -> Cache:
     return PolicyCache(layers=layers)
 
 
-def says_config(
+def matches_config(
     policy: KeptKeys, config: PreTrainedConfig, layer_types: list[str], rows: dict[int, int]
 ) -> bool:
     """Return whether the sliding layers of a configuration are exactly the windows of a policy.
@@ -570,9 +573,9 @@ def _set_implementation(model: PreTrainedModel, config: PreTrainedConfig) -> Non
     try:
         model.set_attn_implementation({names[0]: NAME} if names else NAME)
     except ValueError as error:
-        raise _refuse(model, "its own attention", reason) from error
+        raise _refuse(model, "attention code of its own", reason) from error
     if config._attn_implementation != NAME:
-        raise _refuse(model, "its own attention", reason)
+        raise _refuse(model, "attention code of its own", reason)
 
 
 def _refuse(model: PreTrainedModel, received: str, reason: str) -> ArgumentError:
@@ -580,5 +583,5 @@ def _refuse(model: PreTrainedModel, received: str, reason: str) -> ArgumentError
         "policy.cache",
         received=f"{type(model).__name__} with {received}",
         expected="a decoder that computes attention through the AttentionInterface of transformers",
-        hint=f"It cannot be served, because {reason}. Apply the policy as masks: regard.interventions.restrict.",
+        hint=f"It cannot be served, because {reason}. Apply the policy as masks: {AS_MASKS}.",
     )

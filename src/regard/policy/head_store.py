@@ -256,7 +256,7 @@ class ScoreOptions:
         return self if self.sink is None else replace(self, sink=self.sink[heads])
 
 
-def attend(
+def attend_to_store(
     store: HeadStore,
     query: Tensor,
     key: Tensor,

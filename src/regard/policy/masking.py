@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ FULL = -1
 
 
 class KeptKeys(Protocol):
-    """The part of a `CachePolicy` that says which keys each head keeps."""
+    """The part of a `CachePolicy` that says which keys each head keeps, for the modules that it imports itself."""
 
     @property
     def windows(self) -> NDArray[np.int64]: ...
@@ -33,18 +32,20 @@ class KeptKeys(Protocol):
     @property
     def num_heads(self) -> int: ...
 
+    @property
+    def groups(self) -> int: ...
 
-def build_edits(policy: KeptKeys, layers: Sequence[str] | None = None) -> list[Edit]:
-    """Return the edits that restrict a model to a policy; heads that keep the same keys share one."""
+
+def build_edits(policy: KeptKeys) -> list[Edit]:
+    """Return the edits that restrict a model to a policy; see `CachePolicy.edits`."""
     from regard.interventions import restrict
 
-    group = policy.num_heads // policy.windows.shape[1]
     edits = []
-    for layer, name in enumerate(layers or policy.layers):
+    for layer, name in enumerate(policy.layers):
         kept: dict[tuple[int, int], list[int]] = {}
         pairs = zip(policy.windows[layer].tolist(), policy.sinks[layer].tolist(), strict=True)
         for kv_head, pair in enumerate(pairs):
-            kept.setdefault(pair, []).extend(range(kv_head * group, (kv_head + 1) * group))
+            kept.setdefault(pair, []).extend(range(kv_head * policy.groups, (kv_head + 1) * policy.groups))
         for (window, sinks), heads in kept.items():
             if window != FULL:
                 # Combined with the causal mask of the layer.

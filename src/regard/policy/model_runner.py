@@ -105,7 +105,6 @@ class PolicyRunner(ModelRunner):
         loaded.model.requires_grad_(False)
         self.policy, self.edits = spec.policy, build_edits(spec.policy)
         self.effects = spec.effects and bool(self.edits)
-        self.group = spec.policy.num_heads // spec.policy.windows.shape[1]  # query heads of a kv head
 
     def describe(self) -> ModelInfo:
         """Describe the model, with the results of the synthetic tests."""
@@ -166,7 +165,7 @@ class PolicyRunner(ModelRunner):
             "evicted": ladder,
             "evicted_widened": widened,
         }
-        columns = build_head_columns(encoded, [(name, heads, self.group) for name in layers])
+        columns = build_head_columns(encoded, [(name, heads, self.policy.groups) for name in layers])
         return columns | {name: values.astype(np.float32) for name, values in measured.items()}
 
     def attribute(self, ids: Tensor, plain: Tensor) -> Array:
@@ -203,7 +202,8 @@ class PolicyRunner(ModelRunner):
                 hint="Verify a policy on the model that it was made for.",
             )
         windows, sinks = (
-            np.repeat(counts[layer], self.group) for counts in (self.policy.windows, self.policy.sinks)
+            np.repeat(counts[layer], self.policy.groups)
+            for counts in (self.policy.windows, self.policy.sinks)
         )
         most = max(WIDENED_SINKS, int(sinks.max()))
         found = call.matrix.measure(
@@ -225,28 +225,28 @@ class PolicyRunner(ModelRunner):
         return np.where(windows == FULL, 0.0, lost), own[:, ladder], more[:, ladder]
 
 
-class Sequence(NamedTuple):
+class TokenSequence(NamedTuple):
     """Tokens (n,), and the positions whose next token is to be predicted."""
 
     tokens: IntArray
     positions: IntArray
 
 
-def draw_copy(random: np.random.Generator, length: int, vocabulary: int) -> Sequence:
+def draw_copy(random: np.random.Generator, length: int, vocabulary: int) -> TokenSequence:
     """Draw a random block twice; the second copy is to be predicted, except for its first tokens."""
     half = length // 2
     block = random.integers(vocabulary, size=half)
-    return Sequence(np.concatenate([block, block]), np.arange(half + SHOWN, 2 * half - 1))
+    return TokenSequence(np.concatenate([block, block]), np.arange(half + SHOWN, 2 * half - 1))
 
 
-def draw_needle(random: np.random.Generator, length: int, vocabulary: int, depth: float) -> Sequence:
+def draw_needle(random: np.random.Generator, length: int, vocabulary: int, depth: float) -> TokenSequence:
     """Draw a haystack with a needle, which starts again at the end; the rest of the needle is to be predicted."""
     tokens = random.integers(vocabulary, size=length)
     needle = random.integers(vocabulary, size=NEEDLE)
     start = int(depth * (length - 2 * NEEDLE))
     tokens[start : start + NEEDLE] = needle
     tokens[-NEEDLE:] = needle
-    return Sequence(tokens, np.arange(length - NEEDLE + SHOWN - 1, length - 1))
+    return TokenSequence(tokens, np.arange(length - NEEDLE + SHOWN - 1, length - 1))
 
 
 def run_tests(runner: PolicyRunner) -> list[dict[str, Any]]:
@@ -300,6 +300,6 @@ def run_tests(runner: PolicyRunner) -> list[dict[str, Any]]:
     return results
 
 
-def _count_right(logits: Any, sequence: Sequence) -> int:
+def _count_right(logits: Any, sequence: TokenSequence) -> int:
     found = logits.argmax(-1).cpu().numpy()[sequence.positions]
     return int((found == sequence.tokens[sequence.positions + 1]).sum())

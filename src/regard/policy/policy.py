@@ -30,7 +30,7 @@ from regard.lens.table import Table
 from regard.models import LoadedModel
 from regard.pages.html import Page, build_page, shorten, shorten_path
 from regard.policy.files import change_config, find_wrong_size, read_policy, write_duo_attention, write_policy
-from regard.policy.masking import FULL, count_affected_rows
+from regard.policy.masking import FULL, build_edits, count_affected_rows
 from regard.policy.model_runner import COLUMNS, DOCUMENT_COLUMNS, WIDENED_SINKS, PolicySpec
 from regard.render.table import format_bytes, format_table
 from regard.render.text import escape_unprintable
@@ -39,6 +39,8 @@ from regard.types import Array
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
+
+    from regard.interventions import Edit
 
 OPERATION = PolicySpec.operation
 # Documents that `Verification.worst` lists by default.
@@ -129,6 +131,11 @@ class CachePolicy:
         """Number of query heads of each layer; as many as key/value heads if `about` does not say."""
         return int(self.about.get("num_heads", self.num_kv_heads))
 
+    @property
+    def groups(self) -> int:
+        """Number of query heads that share a key/value head."""
+        return self.num_heads // self.num_kv_heads
+
     def keys(self, context_length: int) -> NDArray[np.int64]:
         """Return the number of keys that each head keeps.
 
@@ -138,7 +145,13 @@ class CachePolicy:
         Returns:
             Counts, (num_layers, num_kv_heads).
         """
-        _check_length(context_length)
+        if context_length < 0:
+            raise ArgumentError(
+                "policy",
+                received=f"context_length {context_length}",
+                expected="0 or more",
+                hint="Pass the number of tokens in the cache.",
+            )
         kept = np.minimum(self.windows + self.sinks, context_length)
         return np.where(self.windows == FULL, context_length, kept)
 
@@ -168,8 +181,12 @@ class CachePolicy:
         return 1 - float(self.keys(context_length).mean()) / max(context_length, 1)
 
     @property
+    def _missing_sizes(self) -> list[str]:
+        return [name for name in ("head_dim", "bytes_per_number") if name not in self.about]
+
+    @property
     def _bytes_per_key(self) -> int:
-        missing = [name for name in ("head_dim", "bytes_per_number") if name not in self.about]
+        missing = self._missing_sizes
         if missing:
             raise ArgumentError(
                 "policy.num_bytes",
@@ -191,7 +208,6 @@ class CachePolicy:
             that is saved.
         """
         keys = self.keys(context_length)
-        has_size = {"head_dim", "bytes_per_number"} <= self.about.keys()
         return Table(
             {
                 "layer": layer,
@@ -204,7 +220,7 @@ class CachePolicy:
                             int(keys[layer].sum()) * self._bytes_per_key
                         )
                     }
-                    if has_size
+                    if not self._missing_sizes
                     else {}
                 ),
                 "saved": f"{100 * (1 - keys[layer].mean() / max(context_length, 1)):.1f} %",
@@ -231,6 +247,19 @@ class CachePolicy:
         ax = heads(rows, "window", ax=ax, **style)
         ax.set(xlabel="kv head; hatched: every key" if (self.windows == FULL).any() else "kv head")
         return ax
+
+    def edits(self) -> list[Edit]:
+        """Return the policy as edits for `regard.intervene`, under which each head reads the keys that it keeps.
+
+        Heads of a layer that keep the same keys share an edit, and heads that keep every key have none.
+
+        Returns:
+            The edits, as `regard.interventions.restrict` makes them.
+
+        >>> CachePolicy([[2, FULL]], [[0, 0]], ["layers.0"]).edits()
+        [restrict(layers='layers.0', heads=[0], mask=sliding_window(2))]
+        """
+        return build_edits(self)
 
     def verify(
         self,
@@ -333,7 +362,7 @@ class CachePolicy:
                 tightened = {"bound": bound, "kl": verification.kl, "changes": history}
                 return replace(policy, about=policy.about | {"tightened": tightened})
             if number < max_rounds:
-                policy, changes = widen(verification)
+                policy, changes = widen_heads(verification)
                 history += [{"round": number, **change} for change in changes]
         raise ArgumentError(
             "policy.tighten",
@@ -389,7 +418,7 @@ class CachePolicy:
 
         Raises:
             ArgumentError: If the policy has another number of layers or heads, or the family cannot be served.
-            ArgumentTypeError: If the model is none of transformers.
+            ArgumentTypeError: If the model is not one of transformers.
             ImportError: If torch or a current release of transformers is not installed.
         """
         try:
@@ -459,7 +488,7 @@ class CachePolicy:
         full = int((self.windows == FULL).sum())
         layers = f"{self.num_layers} layer{'s' if self.num_layers != 1 else ''}"
         size = ""
-        if {"head_dim", "bytes_per_number"} <= self.about.keys():
+        if not self._missing_sizes:
             whole = self.windows.size * context_length * self._bytes_per_key
             size = f" {format_bytes(self.num_bytes(context_length))} instead of {format_bytes(whole)}"
         return (
@@ -501,16 +530,6 @@ def _as_counts(values: Any, name: str, num_layers: int) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _check_length(context_length: int) -> None:
-    if context_length < 0:
-        raise ArgumentError(
-            "policy.num_bytes",
-            received=f"context_length {context_length}",
-            expected="0 or more",
-            hint="Pass the number of tokens in the cache.",
-        )
-
-
 def _build_error(received: str, expected: str) -> ArgumentError:
     hint = "A policy has one row of windows and of sinks for each layer, and one column for each kv head."
     return ArgumentError("CachePolicy", received=received, expected=expected, hint=hint)
@@ -522,11 +541,11 @@ def open_verification(policy: CachePolicy, path: Path, bound: float) -> Verifica
     committed = read_manifest(path / MANIFEST_FILE)[0]
     entries = [committed[shard] for shard in sorted(committed)]
     quarantined = [document for entry in entries for document in entry["quarantined"]]
-    documents = _iter_documents([path / entry["file"] for entry in entries], policy)
+    documents = _read_rows([path / entry["file"] for entry in entries], policy)
     return build_verification(policy, bound, settings, documents, quarantined)
 
 
-def _iter_documents(files: list[Path], policy: CachePolicy) -> Iterator[RowBatch]:
+def _read_rows(files: list[Path], policy: CachePolicy) -> Iterator[RowBatch]:
     """Yield the rows of each document, file by file."""
     from pyarrow import parquet
 
@@ -683,8 +702,7 @@ class Verification:
 
     def _divide(self, sums: Array) -> Array:
         """Divide sums over tokens of each query head by its number of tokens with evicted keys."""
-        group = self.policy.num_heads // self.policy.num_kv_heads
-        rows = np.repeat(self._affected, group, 1)
+        rows = np.repeat(self._affected, self.policy.groups, 1)
         sums = np.asarray(sums).reshape(*rows.shape, *np.shape(sums)[1:])
         rows = rows.reshape(*rows.shape, *[1] * (sums.ndim - 2))
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -693,7 +711,7 @@ class Verification:
     @property
     def heads(self) -> Table:
         """One row for each query head: layer, module, head, kv_head, window, sinks, lost, predicted lost and effect."""
-        group, predicted = self.policy.num_heads // self.policy.num_kv_heads, self.predicted_lost
+        group, predicted = self.policy.groups, self.predicted_lost
         rows = []
         for (layer, head), lost in np.ndenumerate(self.lost):
             window = int(self.policy.windows[layer, head // group])
@@ -814,7 +832,7 @@ class Verification:
     __repr__ = __str__
 
 
-def widen(verification: Verification) -> tuple[CachePolicy, list[dict[str, Any]]]:
+def widen_heads(verification: Verification) -> tuple[CachePolicy, list[dict[str, Any]]]:
     """Widen the heads with the largest measured effect, until their effects cover what exceeds the bound."""
     policy = verification.policy
     effects, excess = _sum_by_kv_head(policy, verification.effects), verification.kl - verification.bound
@@ -852,8 +870,7 @@ def widen(verification: Verification) -> tuple[CachePolicy, list[dict[str, Any]]
 def choose_wider(verification: Verification, layer: int, kv_head: int) -> tuple[int, int]:
     """Choose the fewest keys with which a head loses a tenth of the weight that it loses now, on the same documents."""
     policy = verification.policy
-    group = policy.num_heads // policy.num_kv_heads
-    heads = slice(kv_head * group, (kv_head + 1) * group)
+    heads = slice(kv_head * policy.groups, (kv_head + 1) * policy.groups)
 
     def sum_over_heads(name: str) -> Array:
         total = np.asarray(verification._sums[name])
@@ -876,5 +893,4 @@ def choose_wider(verification: Verification, layer: int, kv_head: int) -> tuple[
 
 
 def _sum_by_kv_head(policy: CachePolicy, effects: Array) -> Array:
-    group = policy.num_heads // policy.num_kv_heads
-    return effects.reshape(policy.num_layers, policy.num_kv_heads, group).sum(-1)
+    return effects.reshape(policy.num_layers, policy.num_kv_heads, policy.groups).sum(-1)

@@ -5,10 +5,6 @@ lists how a model can be run over a corpus, and `regard.survey.schema` describes
 below it, such as `regard.jobs`, which runs the model; only `regard.cli` is above.
 
 A window of 2ᵏ keys is the first k + 1 bins of the distance histogram.
-
-Design notes:
-- The survey's driver alone commits a shard, by rename and a checksummed manifest line. Workers may be killed at any
-  point; a run resumes without losing or repeating a document.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from regard.jobs.manifest import (
 from regard.jobs.shards import EVICTION_WINDOWS, SCHEMA_VERSION, build_column, build_schema, column_to_numpy
 from regard.jobs.worker import SurveyError
 from regard.pages.html import Page
-from regard.survey.report import SurveyReport, aggregate_rows
+from regard.survey.report import SurveyReport, aggregate_rows, index_heads
 from regard.survey.schema import MEASURES, PROMPT_MEASURES, SINKS, list_columns
 from regard.types import Array
 
@@ -176,13 +176,12 @@ class Survey:
             )
         heads = self.settings["heads"]
         layers = np.repeat(np.arange(len(heads)), heads)
-        starts = np.concatenate([[0], np.cumsum(heads)])
         means = {name: _RunningMean(len(layers), width) for name, width in self._widths.items()}
         measured = _RunningMean(len(layers), 1)
         modules, kv_heads = [""] * len(layers), np.zeros(len(layers), np.int16)
         for batch in self.iter_batches():
             column = {name: batch.column(name) for name in batch.schema.names}
-            index = starts[column["layer"].to_numpy()] + column["head"].to_numpy()
+            index = index_heads(heads, column["layer"], column["head"])
             tokens = column["tokens"].to_numpy().astype(float)
             weights = tokens if weight == "tokens" else np.ones(len(index))
             measured.add(index, tokens, np.ones(len(index)))
@@ -229,7 +228,37 @@ class Survey:
             ArgumentError: If an argument is invalid, no document or no distance is measured, or layers differ in their
                 numbers of heads.
         """
-        return derive_policy(self, keep, sinks, granularity)
+        from regard.policy import FULL, CachePolicy  # which imports torch
+
+        check_policy_arguments(self, keep, sinks, granularity)
+        cache, heads = self.settings["cache"], self.settings["heads"]
+        layers, kv_heads, groups = len(heads), cache["kv_heads"][0], heads[0] // cache["kv_heads"][0]
+        evicted, modules = measure_evicted(self, sinks)
+        evicted = evicted.reshape(layers, heads[0], -1)
+        enough = evicted <= 1 - keep  # NaN, where no document is longer than the window, is not enough
+        chosen = np.where(enough.any(-1), enough.argmax(-1), len(EVICTION_WINDOWS))
+        chosen = chosen.reshape(layers, kv_heads, groups).max(-1)  # the widest need of the query heads
+        if granularity == "layer":
+            chosen = np.broadcast_to(chosen.max(-1, keepdims=True), chosen.shape)
+        windows = np.array([*EVICTION_WINDOWS, FULL])[chosen]
+        padded = np.concatenate([evicted, np.zeros((layers, heads[0], 1))], -1)
+        lost = np.take_along_axis(padded, np.repeat(chosen, groups, 1)[..., None], -1)[..., 0]
+        about = {
+            "model": self.settings["model"],
+            "survey": {
+                "corpus": self.settings["corpus"],
+                "documents": self.documents,
+                "tokens": self.tokens,
+                "max_tokens": self.settings["max_tokens"],
+            },
+            "settings": {"keep": keep, "sinks": sinks, "granularity": granularity},
+            "num_heads": heads[0],
+            "head_dim": cache["head_dim"][0],
+            "value_dim": cache["value_dim"][0],
+            "bytes_per_number": cache["bytes_per_number"],
+            "predicted": {"lost": np.nan_to_num(lost).round(9).tolist()},
+        }
+        return CachePolicy(windows, np.full(windows.shape, sinks), tuple(modules), about)
 
     def page(self, title: str | None = None) -> Page:
         """Build the report: a summary in words, every head, its documents and its behaviour.
@@ -291,43 +320,6 @@ def build_report(survey: Survey) -> SurveyReport:
     return SurveyReport(facts, heads, aggregate_rows(settings, survey.iter_batches), survey.quarantined)
 
 
-def derive_policy(
-    survey: Survey, keep: float, sinks: int, granularity: Literal["kv_head", "layer"]
-) -> CachePolicy:
-    """Choose the smallest window that keeps enough weight; see `Survey.cache_policy`."""
-    from regard.policy import FULL, CachePolicy  # which imports torch
-
-    _check(survey, keep, sinks, granularity)
-    cache, heads = survey.settings["cache"], survey.settings["heads"]
-    layers, kv_heads, groups = len(heads), cache["kv_heads"][0], heads[0] // cache["kv_heads"][0]
-    evicted, modules = measure_evicted(survey, sinks)
-    evicted = evicted.reshape(layers, heads[0], -1)
-    enough = evicted <= 1 - keep  # NaN, where no document is longer than the window, is not enough
-    chosen = np.where(enough.any(-1), enough.argmax(-1), len(EVICTION_WINDOWS))
-    chosen = chosen.reshape(layers, kv_heads, groups).max(-1)  # the widest need of the query heads
-    if granularity == "layer":
-        chosen = np.broadcast_to(chosen.max(-1, keepdims=True), chosen.shape)
-    windows = np.array([*EVICTION_WINDOWS, FULL])[chosen]
-    padded = np.concatenate([evicted, np.zeros((layers, heads[0], 1))], -1)
-    lost = np.take_along_axis(padded, np.repeat(chosen, groups, 1)[..., None], -1)[..., 0]
-    about = {
-        "model": survey.settings["model"],
-        "survey": {
-            "corpus": survey.settings["corpus"],
-            "documents": survey.documents,
-            "tokens": survey.tokens,
-            "max_tokens": survey.settings["max_tokens"],
-        },
-        "settings": {"keep": keep, "sinks": sinks, "granularity": granularity},
-        "num_heads": heads[0],
-        "head_dim": cache["head_dim"][0],
-        "value_dim": cache["value_dim"][0],
-        "bytes_per_number": cache["bytes_per_number"],
-        "predicted": {"lost": np.nan_to_num(lost).round(9).tolist()},
-    }
-    return CachePolicy(windows, np.full(windows.shape, sinks), tuple(modules), about)
-
-
 def measure_evicted(survey: Survey, sinks: int) -> tuple[Array, list[str]]:
     """Measure the share of the weight that each window evicts, among the tokens that have keys to evict.
 
@@ -336,13 +328,12 @@ def measure_evicted(survey: Survey, sinks: int) -> tuple[Array, list[str]]:
         the layers.
     """
     heads = survey.settings["heads"]
-    starts = np.concatenate([[0], np.cumsum(heads)])
-    lost, rows = np.zeros((2, int(starts[-1]), len(EVICTION_WINDOWS)))
+    lost, rows = np.zeros((2, sum(heads), len(EVICTION_WINDOWS)))
     modules = [""] * len(heads)
     measured = f"evicted_{sinks}" if sinks else "distance_histogram"
     for batch in survey.iter_batches(["tokens", "layer", "head", "module", measured]):
         layer = batch.column("layer").to_numpy()
-        index = starts[layer] + batch.column("head").to_numpy()
+        index = index_heads(heads, batch.column("layer"), batch.column("head"))
         tokens = batch.column("tokens").to_numpy().astype(float)[:, None]
         shares = column_to_numpy(batch.column(measured))
         if not sinks:
@@ -356,7 +347,9 @@ def measure_evicted(survey: Survey, sinks: int) -> tuple[Array, list[str]]:
         return np.where(rows > 0, lost / rows, np.nan), modules
 
 
-def _check(survey: Survey, keep: float, sinks: int, granularity: str) -> None:
+def check_policy_arguments(survey: Survey, keep: float, sinks: int, granularity: str) -> None:
+    """Raise an error if `Survey.cache_policy` cannot make a policy from a survey and these arguments."""
+
     def refuse(received: str, expected: str, hint: str) -> Any:
         raise ArgumentError("survey.cache_policy", received=received, expected=expected, hint=hint)
 

@@ -85,12 +85,18 @@ def get_bin_edges(measure: str) -> Array:
     return {"entropy": ENTROPY_EDGES, "distance": DISTANCE_EDGES}.get(measure, SHARE_EDGES)
 
 
+def index_heads(counts: list[int], layers: pa.Array, heads: pa.Array) -> IntArray:
+    """Return the index of each row's head among the heads of all layers, of which a layer has `counts[layer]`."""
+    starts = np.cumsum([0, *counts])
+    return np.asarray(starts[layers.to_numpy()] + heads.to_numpy())
+
+
 def aggregate_rows(
     settings: dict[str, Any], iter_batches: Callable[[list[str]], Iterator[pa.RecordBatch]]
 ) -> CorpusStats:
     """Read the rows of a survey in batches of some columns, and aggregate them."""
     heads = settings["heads"]
-    starts, total = np.concatenate([[0], np.cumsum(heads)]), int(sum(heads))
+    total = sum(heads)
     longest = settings["max_tokens"]
     measures = [
         name for name, width in settings["columns"].items() if width == 1 and _can_vary(name, longest)
@@ -101,7 +107,7 @@ def aggregate_rows(
     sums, longer = np.zeros((2, len(WINDOWS), total)), np.zeros((len(WINDOWS), total))
     columns = ["document", "name", "tokens", "layer", "head", *measures]
     for column in _merge_batches(iter_batches(columns)):
-        index = starts[column["layer"].to_numpy()] + column["head"].to_numpy()
+        index = index_heads(heads, column["layer"], column["head"])
         tokens = column["tokens"].to_numpy()
 
         def get_document(row: int, column: dict[str, pa.Array] = column) -> DocumentRef:

@@ -33,7 +33,7 @@ class InstallationReport:
         platform: Python, operating system, processor architecture, and the instruction set of the compiled pass.
         precision: The settings of torch that change results or speed; empty without torch.
         kernels: The fused kernels of torch, in order of preference: name, device, whether the results were right, and
-            the cause if not.
+            the cause if not. The kernels of the given device are in `device`.
         cases: Number of generated cases, engines, failures, and the largest error as a share of what is allowed.
         device: Result of `regard.testing.check_device`; empty if no device was given.
 
@@ -79,7 +79,7 @@ def check_installation(num_cases: int = 100, seed: int = 0, device: str | None =
     engines: tuple[str, ...] = ENGINES[:1]
     if importlib.util.find_spec("torch") is not None:
         try:
-            precision, kernels = _describe_precision(), _remove_all_paths(list(_check_kernels()))
+            precision, kernels = _describe_precision(), _remove_all_paths(list(_check_kernels(device)))
             engines = ENGINES
         except ImportError as error:
             problems.append(f"torch cannot be used: {_remove_paths(str(error))}")
@@ -145,12 +145,13 @@ def _describe_precision() -> dict[str, Any]:
     }
 
 
-def _check_kernels() -> Iterator[dict[str, Any]]:
-    """Check every kernel of the devices that are here, also those that are not needed."""
+def _check_kernels(other: str | None) -> Iterator[dict[str, Any]]:
+    """Check every kernel of the devices that are here, also those that are not needed; not of one checked elsewhere."""
     import torch
 
     for device in ("cpu", "cuda"):
-        if device == "cpu" or torch.cuda.is_available():
+        is_here = device == "cpu" or torch.cuda.is_available()
+        if is_here and (other is None or not other.startswith(device)):
             yield from check_kernels(device)
 
 

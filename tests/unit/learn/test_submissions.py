@@ -97,6 +97,13 @@ def test_only_commands_of_the_notebook_are_left_out_and_lines_keep_their_numbers
     assert found["hint"] == f"cell 1, line {line}: NameError: name 'fail' is not defined"
 
 
+def test_a_relative_path_to_the_package_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(regard.__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", "..")
+    found = exercises.check_file(3, write(tmp_path, "mine.py", "itself = 'no'\n"))
+    assert found.right_parts == ("itself",), found.hint
+
+
 def is_running(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not collected yet does not."""
     try:

@@ -282,7 +282,7 @@ def test_attention_without_the_interface_is_refused():
     config = hf.GPTJConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
     model = hf.GPTJForCausalLM(config)
     before = model.config._attn_implementation
-    with pytest.raises(ArgumentError, match="GPTJForCausalLM with its own attention"):
+    with pytest.raises(ArgumentError, match="GPTJForCausalLM with attention code of its own"):
         CachePolicy([[4] * 4] * 2, [[0] * 4] * 2, ["a", "b"]).cache(model)
     assert model.config._attn_implementation == before
 

@@ -20,7 +20,6 @@ import regard.transformers  # noqa: E402
 from regard.errors import ArgumentError  # noqa: E402
 from regard.families import TESTED_CACHES  # noqa: E402
 from regard.policy import FULL, CachePolicy  # noqa: E402
-from regard.policy.masking import build_edits  # noqa: E402
 from tests.helpers.base_models import VARIANTS, shrink  # noqa: E402
 from tests.helpers.policy_caches import run_cached  # noqa: E402
 from tests.helpers.tiny_models import softmax_in_own_dtype  # noqa: E402
@@ -102,7 +101,7 @@ def test_family(family):
         return
     with softmax_in_own_dtype():
         plain = model(tokens, use_cache=False).logits
-        with regard.intervene(model, build_edits(policy)):
+        with regard.intervene(model, policy.edits()):
             expected = model(tokens, use_cache=False).logits
         logits = run_cached(model, policy.cache(model), tokens, CHUNKS)
     assert (logits - expected).abs().max() < TOLERANCE < 1e-2 < (plain - expected).abs().max()

@@ -100,6 +100,14 @@ def test_sizes_that_a_model_cannot_have_are_refused(about, words, tmp_path):
         CachePolicy.load(path)
 
 
+@pytest.mark.parametrize("method", ["keys", "num_bytes", "savings", "table", "summary"])
+def test_a_negative_length_is_refused(method, policy):
+    with pytest.raises(
+        regard.ArgumentError, match=r"^policy: received context_length -1; expected 0 or more"
+    ):
+        getattr(policy, method)(-1)
+
+
 def test_bytes_need_the_size_of_a_key():
     policy = CachePolicy([[4]], [[0]], ["a"])
     assert policy.savings(8) == 0.5 and "bytes" not in str(policy)

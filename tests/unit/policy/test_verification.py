@@ -12,7 +12,6 @@ pytest.importorskip("safetensors")
 import regard
 from regard.interventions.gradient_attribution import attribute_restriction
 from regard.policy import FULL
-from regard.policy.masking import build_edits
 from regard.policy.model_runner import PolicyRunner, PolicySpec, compare_logits
 from tests.helpers.policy_checks import (
     INDUCTION_MODEL,
@@ -142,7 +141,7 @@ def test_the_masked_run_is_that_of_a_model_with_dense_masks(verifier):
         for head in range(4)
         if policy.windows[layer, head] != FULL
     ]
-    assert len(build_edits(policy)) == 2  # heads that keep the same keys share an edit
+    assert len(policy.edits()) == 2  # heads that keep the same keys share an edit
     with torch.no_grad(), regard.intervene(verifier.loaded.model, edits):
         expected = verifier.loaded.model(ids)[0]
     torch.testing.assert_close(runner.run_policy(ids, runner.run(ids)), expected, rtol=1e-4, atol=1e-4)

@@ -7,13 +7,14 @@ import importlib.util
 import json
 import platform
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from regard.engines.numpy import NumpyEngine
-from regard.testing import ENGINES, check_installation
+from regard.testing import ENGINES, check_device, check_installation
 from regard.testing import installation as module
 from regard.testing.tolerance import ErrorBound
 
@@ -88,6 +89,12 @@ def test_a_wrong_kernel_is_named_with_its_cause(monkeypatch):
     assert wrong["cause"].startswith("output off by ")
     assert report.problems == [f"kernel flash on CPU on cpu: {wrong['cause']}"]
     assert report.cases["failed"] == 0  # the public function takes over
+    # A device that is checked as well has its kernels in its own report, once.
+    brief = partial(check_device, num_cases=1, lengths=())
+    monkeypatch.setattr("regard.testing.installation.check_device", brief)
+    again = check_installation(3, device="cpu")
+    assert again.kernels == [] and [kernel["passed"] for kernel in again.device["kernels"]] == [False, True]
+    assert sum(problem.startswith("kernel ") for problem in again.problems) == 1
 
 
 def test_a_torch_that_cannot_be_used_is_a_problem(monkeypatch):

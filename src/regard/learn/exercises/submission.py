@@ -130,6 +130,9 @@ def check_file(
         )
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "agg"}
+    # The process runs in another folder, where a relative path would lead elsewhere.
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
     stream = None if show_output else subprocess.DEVNULL
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

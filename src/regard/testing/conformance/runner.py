@@ -187,25 +187,25 @@ SMALL_ERROR = 1e-2  # below this, an error is rounding or an epsilon rather than
 
 
 @dataclass(frozen=True, eq=False)
-class Diagnosis:
+class FaultSet:
     """Faults, each with the index of its variant, and the steps that result from all of them."""
 
     faults: tuple[tuple[Fault, int], ...]
     steps: Steps
 
-    def without(self, position: int) -> Diagnosis:
-        """Return the diagnosis without one fault."""
+    def without(self, position: int) -> FaultSet:
+        """Return the set without one fault."""
         return _combine_faults(self.faults[:position] + self.faults[position + 1 :])
 
 
-def _combine_faults(faults: Sequence[tuple[Fault, int]]) -> Diagnosis:
+def _combine_faults(faults: Sequence[tuple[Fault, int]]) -> FaultSet:
     steps = DEFINITION
     for fault, variant in faults:
         steps = replace(steps, **fault.variants[variant])
-    return Diagnosis(tuple(faults), steps)
+    return FaultSet(tuple(faults), steps)
 
 
-def diagnose(outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
+def find_faults(outcomes: Sequence[ProbeOutcome]) -> FaultSet:
     """Find the fewest faults that explain the outcomes.
 
     A fault that explains a few results by coincidence is not the cause: if most of the ordinary results that it would
@@ -213,17 +213,17 @@ def diagnose(outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
     """
     ordinary = [o.result.output for o in outcomes if o.result is not None and o.probe.ordinary]
     if 2 * sum(bool(np.isnan(output).any()) for output in ordinary) > len(ordinary):
-        return Diagnosis((), DEFINITION)  # NaN matches too many faults
+        return FaultSet((), DEFINITION)  # NaN matches too many faults
     excluded: set[tuple[Fault, int]] = set()
     while True:
-        diagnosis = _search(outcomes, excluded)
+        found = _search(outcomes, excluded)
         doubtful = [
             choice
-            for position, choice in enumerate(diagnosis.faults)
-            if not _is_likely(diagnosis.steps, diagnosis.without(position).steps, outcomes)
+            for position, choice in enumerate(found.faults)
+            if not _is_likely(found.steps, found.without(position).steps, outcomes)
         ]
         if not doubtful:
-            return diagnosis
+            return found
         excluded.update(doubtful)
 
 
@@ -243,29 +243,29 @@ def _is_likely(steps: Steps, fewer: Steps, outcomes: Sequence[ProbeOutcome]) -> 
     return not compared or 2 * _count_matches(compared, steps) > len(compared)
 
 
-def _search(outcomes: Sequence[ProbeOutcome], excluded: Set[tuple[Fault, int]]) -> Diagnosis:
+def _search(outcomes: Sequence[ProbeOutcome], excluded: Set[tuple[Fault, int]]) -> FaultSet:
     """Find the fewest faults that explain the outcomes, one by one, without those excluded.
 
     Each fault is the one with which most outcomes match, correct ones included: a fault that would have shown
     elsewhere, and did not, is not the cause.
     """
-    diagnosis = Diagnosis((), DEFINITION)
+    found = FaultSet((), DEFINITION)
     num_matches = _count_matches(outcomes, DEFINITION)
     while num_matches < len(outcomes):
         # Faults are screened on results only: a fault that makes calls fail needs a result as evidence too.
-        screening = _select_for_screening(outcomes, diagnosis.steps)
+        screening = _select_for_screening(outcomes, found.steps)
         candidates = []
         for fault in FAULTS:
             for variant in range(len(fault.variants)):
                 is_excluded = (fault, variant) in excluded
-                steps = None if is_excluded else fault.apply_to(diagnosis.steps, variant)
+                steps = None if is_excluded else fault.apply_to(found.steps, variant)
                 hits = _count_matches(screening, steps) if steps is not None else 0
                 if hits:
                     candidates.append((hits, (fault, variant)))
         candidates.sort(key=lambda pair: -pair[0])  # stable: the most common first
         best, best_matches = None, num_matches
         for _, choice in candidates[:SHORTLIST_SIZE]:
-            candidate = _combine_faults((*diagnosis.faults, choice))
+            candidate = _combine_faults((*found.faults, choice))
             count = _count_matches(outcomes, candidate.steps)
             if count > best_matches:
                 best, best_matches = candidate, count
@@ -273,18 +273,18 @@ def _search(outcomes: Sequence[ProbeOutcome], excluded: Set[tuple[Fault, int]]) 
                 break
         if best is None:
             break
-        diagnosis, num_matches = best, best_matches
-    return _prune(diagnosis, outcomes)
+        found, num_matches = best, best_matches
+    return _prune(found, outcomes)
 
 
-def _prune(diagnosis: Diagnosis, outcomes: Sequence[ProbeOutcome]) -> Diagnosis:
+def _prune(found: FaultSet, outcomes: Sequence[ProbeOutcome]) -> FaultSet:
     """Remove faults that a later one has made unnecessary."""
-    num_matches = _count_matches(outcomes, diagnosis.steps)
-    for position in reversed(range(len(diagnosis.faults))):
-        fewer = diagnosis.without(position)
+    num_matches = _count_matches(outcomes, found.steps)
+    for position in reversed(range(len(found.faults))):
+        fewer = found.without(position)
         if _count_matches(outcomes, fewer.steps) >= num_matches:
-            diagnosis = fewer
-    return diagnosis
+            found = fewer
+    return found
 
 
 def _count_matches(outcomes: Sequence[ProbeOutcome], steps: Steps) -> int:
@@ -319,24 +319,24 @@ def find_causes(run: Run, causal: Align | None, outcomes: Sequence[ProbeOutcome]
         findings.append(_build_finding("arguments changed", message, hint, changed, run, _has_changed_inputs))
         # Expanded arrays cannot be written to, so their failures have the same cause.
         outcomes = [o for o in outcomes if o.probe.call.memory != "expanded"]
-    diagnosis = diagnose(outcomes)
+    found = find_faults(outcomes)
     other = "lower_right" if causal == "upper_left" else "upper_left"
     words = {"other": other.replace("_", " "), "other_name": other}
     words["expected"] = (causal or "lower_right").replace("_", " ")
-    for position, (fault, variant) in enumerate(diagnosis.faults):
-        is_evidence = _explained_by(diagnosis.steps, diagnosis.without(position).steps)
+    for position, (fault, variant) in enumerate(found.faults):
+        is_evidence = _explained_by(found.steps, found.without(position).steps)
         # The clearest evidence involves no other fault.
         is_clear_evidence = _explained_by(_combine_faults([(fault, variant)]).steps, DEFINITION)
         evidence = [o for o in outcomes if is_evidence(o)]
         shows = is_clear_evidence if any(map(is_clear_evidence, evidence)) else is_evidence
         message, if_intended = (text.format(**words) for text in (fault.message, fault.if_intended))
         findings.append(_build_finding(fault.name, message, fault.hint, evidence, run, shows, if_intended))
-    failed = [o for o in outcomes if not matches(o, diagnosis.steps) and not matches(o, DEFINITION)]
+    failed = [o for o in outcomes if not matches(o, found.steps) and not matches(o, DEFINITION)]
     # For NaN, inf and large numbers the result of a fault depends on details that the kit does not model.
-    remaining = [o for o in failed if o.probe.ordinary or not changes(o, diagnosis.steps, DEFINITION)]
+    remaining = [o for o in failed if o.probe.ordinary or not changes(o, found.steps, DEFINITION)]
     findings += _describe_failures([o for o in remaining if o.failure], len(outcomes), run)
     unexplained = [o for o in remaining if not o.failure]
-    findings += _describe_unexplained(unexplained, outcomes, diagnosis.steps, run)
+    findings += _describe_unexplained(unexplained, outcomes, found.steps, run)
     return findings
 
 
