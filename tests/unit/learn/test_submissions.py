@@ -97,10 +97,12 @@ def test_only_commands_of_the_notebook_are_left_out_and_lines_keep_their_numbers
     assert found["hint"] == f"cell 1, line {line}: NameError: name 'fail' is not defined"
 
 
-def test_a_relative_path_to_the_package_is_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(regard.__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", "..")
-    found = exercises.check_file(3, write(tmp_path, "mine.py", "itself = 'no'\n"))
+def test_a_relative_path_to_packages_is_that_of_this_process(tmp_path, monkeypatch):
+    write(tmp_path, "packages/own_package.py", "itself = 'no'\n")
+    monkeypatch.chdir(tmp_path)
+    source = Path(regard.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["packages", str(source)]))
+    found = exercises.check_file(3, write(tmp_path, "mine.py", "from own_package import itself\n"))
     assert found.right_parts == ("itself",), found.hint
 
 
