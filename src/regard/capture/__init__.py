@@ -8,9 +8,10 @@ concept, in the order of a call:
 - `own_softmax`: layers without such a function; their softmax is followed to the product with the value.
 - `watchers`: the blocks that are entered, the running module, and the notification of its watchers.
 - `call`: the captured arguments, and `Call`, the record of one call.
-- `compact_mask`: its mask and bias in O(n) memory, recognised from a tensor, a `BlockMask` or weights.
+- `compact_mask`: its mask and bias in O(n) memory, recognised from a tensor, a `BlockMask`, a `Mask` or weights.
 - `record`: build a `Call` from captured arguments, and verify it with what the function returned.
 - `cache_store`: decide which calls share a key-value cache, store their keys once, and join their rows.
+- `module_names`: which modules a pattern selects, and the number of a layer in its stack.
 - `module_hints`: what a model states about itself: causal layers, windows, positions, images.
 - `module_trace`: what each module read and returned in one pass.
 - `output_projections`: the linear layer after each attention layer, W_O.
@@ -18,8 +19,14 @@ concept, in the order of a call:
 The package imports `regard.core` and below.
 
 Design notes:
-- A `BlockMask` is read block by block. Its blocks say what is empty and full, so its function is evaluated in the
-  others only; rows of intervals join across the steps of a cache, other masks stay functions.
+- The model runs its own kernels. If the CPU flash kernel would run, the operator is called directly, for its lse.
+- A mask is read as the interval of keys of each row, so the rows of several calls are joined by their intervals.
+- A `BlockMask`, or a mask of regard, is read tile by tile. It says which tiles are empty and full, so it is evaluated
+  in the others only; rows of intervals join across the steps of a cache, other masks stay functions.
+- Recorded arguments are compared with what the function returned; a call that does not agree is refused.
+- Steps belong to one cache if the old keys are found among the new ones. Only the newest keys are held.
+- `regard.attention` is patched as an attribute of the package and wherever it was imported, but not in regard itself:
+  its own matrices are no calls of a layer.
 - Steps of `generate()` have a fast path. A step of one unmasked row differs from the last in query, key, value and
   lse only. Building its record in full took two thirds of the cost of `watch`. Its rows wait in a list, and are
   joined when the recording is read.

@@ -76,7 +76,7 @@ def _take_tensors(call: Call, q_len: int, kv_len: int) -> dict[str, Tensor]:
 
 
 def compare_calls(
-    a: Call, b: Call, *, layer: int, previous: float = 0.0, rows: int | None = None, parted: bool = False
+    a: Call, b: Call, *, layer: int, previous: float = 0.0, rows: int | None = None, diverged: bool = False
 ) -> CallComparison:
     """Compare one call in two runs."""
     dtypes = {str(call.query.dtype).removeprefix("torch.") for call in (a, b) if call.query is not None}
@@ -101,7 +101,7 @@ def compare_calls(
             _repeat_heads(tensors_b[name], tensors_a[name].shape[1]),
             limit,
             query_tokens if name == "query" else key_tokens,
-            explain=not parted,
+            explain=not diverged,
         )
         for name in (NAMES if has_scores else NAMES[2:])
         if name in tensors_a and name in tensors_b
@@ -119,9 +119,9 @@ def compare_calls(
     if not has_scores:
         weights = relate_weights(a, b, q_len, kv_len, limit, query_tokens)
         relations = {"weights": weights, **relations}
-        causes = [*settings, *([] if parted else explain_weights(a, b, relations, limit))]
+        causes = [*settings, *([] if diverged else explain_weights(a, b, relations, limit))]
         return CallComparison(tuple(causes), sizes, relations, limit=limit)
-    if parted:
+    if diverged:
         settings = _compare_settings(a, b, q_len, kv_len, query_tokens) if same_shape else []
         return CallComparison(tuple(settings), sizes, relations, limit=limit)
     equivalent = ""
@@ -273,7 +273,7 @@ def _output_limit(call: Call, tensors: Mapping[str, Tensor], limit: float) -> fl
 
 def _describe_equivalence(relations: Mapping[str, Relation], a: Call, b: Call) -> str:
     if not math.isclose(a.scale, b.scale, rel_tol=1e-5):
-        return f"The scale is {b.scale:.4g} instead of {a.scale:.4g}, and query or key make up for it."
+        return f"The scale is {b.scale:.4g} instead of {a.scale:.4g}, and query or key are scaled by the inverse."
     details = [
         f"the {name} of B {relations[name].detail}" for name in ("query", "key") if not relations[name].agrees
     ]

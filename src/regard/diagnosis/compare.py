@@ -306,7 +306,7 @@ class _Comparer:
         self.table, self.findings = Table(), list[Finding]()
         self.notes: list[str] = []
         self.previous = 0.0
-        self.parted = False
+        self.diverged = False
         self.is_causal = True
         self.scale_ratio = 0.0
         self.rows = self._count_common_tokens(tokens_a, tokens_b)
@@ -363,7 +363,7 @@ class _Comparer:
     def _compare_layer(self, layer: int, name_a: str, name_b: str) -> None:
         calls_a, calls_b = list(self.a.calls(name_a)), list(self.b.calls(name_b))
         fault = self._find_cache_fault(name_a, name_b, calls_a, calls_b)
-        if fault is not None and not self.parted:
+        if fault is not None and not self.diverged:
             self._add(
                 layer, 0, name_a, name_b, CallComparison((fault,), dict.fromkeys(NUMBERS, float("nan")))
             )
@@ -371,12 +371,12 @@ class _Comparer:
         calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
         for index, (a, b) in enumerate(zip(calls_a, calls_b, strict=False)):
             self._compare_call(layer, index, name_a, name_b, a, b)
-        if len(calls_a) != len(calls_b) and not self.parted:
+        if len(calls_a) != len(calls_b) and not self.diverged:
             message = f"The layer was called {len(calls_b)} times instead of {len(calls_a)}."
             hint = "Run both models on the same inputs, the same number of times."
             finding = Finding("shape", "error", message, hint=hint)
             self.findings.append(_locate(finding, layer, name_a, name_b))
-            self.parted = True
+            self.diverged = True
 
     def _compare_call(self, layer: int, index: int, name_a: str, name_b: str, a: Call, b: Call) -> None:
         lengths = [call.shape[-2:] for call in (a, b)]
@@ -387,9 +387,9 @@ class _Comparer:
             known = self.token_flags.get(flags.shape[1])
             if known is None or known.shape == flags.shape:
                 self.token_flags[flags.shape[1]] = flags if known is None else known & flags
-        found = compare_calls(a, b, layer=layer, previous=self.previous, rows=rows, parted=self.parted)
+        found = compare_calls(a, b, layer=layer, previous=self.previous, rows=rows, diverged=self.diverged)
         ratio = b.scale / a.scale if a.scale else math.inf
-        if self.parted and math.isclose(ratio, self.scale_ratio, rel_tol=1e-5):
+        if self.diverged and math.isclose(ratio, self.scale_ratio, rel_tol=1e-5):
             # The first layer has the same ratio, as a cause of its own or made up for by the query.
             kept = tuple(difference for difference in found.differences if difference.kind != "scale")
             found = replace(found, differences=kept)
@@ -401,11 +401,11 @@ class _Comparer:
         if (
             differs
             and rows is None
-            and not self.parted
+            and not self.diverged
             and all(r.kind not in ("layout", "shape") for r in found.relations.values())
         ):
             found = self._limit_to_common_rows(layer, a, b, found)
-        elif not self.parted and layer == 0 and found.kind in ("projection", "other tokens"):
+        elif not self.diverged and layer == 0 and found.kind in ("projection", "other tokens"):
             found = self._check_positions(found)
         self._add(layer, index, name_a, name_b, found, whole=a.shape == b.shape)
         # Later tokens change the first rows of the next layer if this one is not causal.
@@ -484,7 +484,7 @@ class _Comparer:
         differences, vectors = found.differences, found.relations.values()
         if differences:
             kind = found.kind
-        elif self.parted and (not whole or any(not relation.agrees for relation in vectors)):
+        elif self.diverged and (not whole or any(not relation.agrees for relation in vectors)):
             kind = "inherited"
         elif self.rows is not None and not vectors:
             kind = "other tokens"
@@ -494,9 +494,9 @@ class _Comparer:
             kind = "rounding" if found.largest > 0 else "no difference"
         # If the runs agree again, an earlier difference has no effect, as heads permuted with their projection.
         if not differences and kind in ("no difference", "rounding"):
-            self.parted = False
+            self.diverged = False
             self.previous = found.largest
-        if differences and not self.parted and self.previous > GROWN_ROUNDING:
+        if differences and not self.diverged and self.previous > GROWN_ROUNDING:
             self.notes.append(
                 f"Rounding has grown to {self.previous:.2g} before layer {layer}, and may be all there is: compare in "
                 "a wider dtype."
@@ -504,7 +504,7 @@ class _Comparer:
         if found.equivalent and found.equivalent not in self.notes:
             self.notes.append(found.equivalent)
         self.findings += [_locate(difference, layer, name_a, name_b) for difference in differences]
-        self.parted = self.parted or bool(differences)
+        self.diverged = self.diverged or bool(differences)
         row = {"layer": layer, "module_a": name_a, "module_b": name_b, "call": index, "kind": kind}
         self.table.append(row | {name: found.sizes.get(name, float("nan")) for name in NUMBERS})
 

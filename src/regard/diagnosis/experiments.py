@@ -937,7 +937,7 @@ def _lacks_batch(exam: Examination) -> str:
     return "" if has_batch else f"the output has the shape {shape}, whose first axis is not the batch"
 
 
-def _is_bidirectional(exam: Examination) -> str:
+def _lacks_causality(exam: Examination) -> str:
     return _lacks_outputs(exam) or ("" if exam.causal else "the model is not causal")
 
 
@@ -957,8 +957,8 @@ def _lacks_mask(exam: Examination) -> str:
 
 
 def _lacks_cache(exam: Examination) -> str:
-    if _is_bidirectional(exam) or not exam.subject.takes_cache:
-        return _is_bidirectional(exam) or "the model takes no past_key_values"
+    if _lacks_causality(exam) or not exam.subject.takes_cache:
+        return _lacks_causality(exam) or "the model takes no past_key_values"
     return "the model returns no past_key_values" if exam.subject.returns_cache is False else ""
 
 
@@ -996,7 +996,7 @@ EXPERIMENTS: tuple[Check[Examination], ...] = (
     Check("rotary positions", check_turns, _lacks_probe),
     Check("norms without effect", check_silent_norms, _lacks_silent_norms),
     Check("position tables", check_position_tables, _lacks_long_tables),
-    Check("future token", check_future_token, _is_bidirectional),
+    Check("future token", check_future_token, _lacks_causality),
     Check("previous token", check_previous_token, _lacks_outputs),
     Check("swapped tokens", check_swapped_tokens, _lacks_outputs),
     Check("shifted positions", check_shifted_positions, _lacks_positions),

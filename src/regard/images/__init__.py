@@ -1,8 +1,8 @@
 """Images: which token is which patch, and the pixels below a map.
 
 `PatchGrid` says where the patches of an image are among the tokens of a sequence. `read_grids` reads the grids of a
-model from its configuration and its inputs. The package imports `errors`, `types` and `validation`, and NumPy; Pillow
-opens image files.
+model from its configuration and its inputs. The package imports `errors`, `families`, `types` and `validation`, and
+NumPy; Pillow opens image files.
 
 Design notes:
 - A `PatchGrid` is read from the configuration and the inputs of a model, by a table of model types. A square root of

@@ -10,8 +10,8 @@ Design notes:
   row without some keys is (output − Σ w v) / (1 − Σ w) with w = exp(score − lse), which costs as much as the removed
   edges. Above Σ w = ½ the subtraction would cancel, so the row is computed again; if that is many rows, or a gradient
   is needed, the edited mask is lowered as a whole.
-- Edits hold positions of the whole sequence. The newest 32 keys of a layer are compared with where a cache would have
-  them, which finds the offset of a call in dynamic, static and rolling caches alike.
+- Edits hold positions of the whole sequence. The keys of a layer are compared with where a cache would have them, which
+  finds the offset of a call in dynamic, static and rolling caches alike.
 - `effects` returns the outputs of blocks that finished before the edited one. They cannot depend on the edit. A run
   of the last block with the outputs of all others must give the same metric first; otherwise everything runs.
 - The gradient of the weights is made in tiles, dL/dA = dL/dO · Vᵀ. A fused kernel returns dL/dQ, dL/dK and dL/dV

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from numbers import Real
 from operator import index
 from typing import Any, Literal
 
+from regard.capture.module_names import is_selected
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.lens.recording import Recording
 from regard.masks import Mask
@@ -331,10 +331,7 @@ def list_entries(chosen: Any) -> list[Any]:
 
 def matches_layer(entry: int | str, name: str, number: int | None) -> bool:
     """Return whether an entry of `layers` is the number of a layer, or matches it or a module around it."""
-    if isinstance(entry, int):
-        return entry == number
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[: i + 1]), entry) for i in range(len(parts)))
+    return entry == number if isinstance(entry, int) else is_selected(name, entry)
 
 
 def as_selection(chosen: Any, operation: str, parameter: str) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
+from regard.capture.module_names import find_place
 from regard.capture.record import CaptureOptions, build_call
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edits import (
@@ -403,9 +404,8 @@ def _find_block(name: str) -> str | None:
     >>> _find_block("model.layers.3.self_attn"), _find_block("attention")
     ('model.layers.3', None)
     """
-    parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else None
+    stack, number = find_place(name)
+    return None if number is None else f"{stack}.{number}".removeprefix(".")
 
 
 def _repeat_batch(value: Any, batch: int, copies: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import types
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
+from regard.capture.module_names import is_selected
 from regard.capture.record import CaptureOptions, Uncaptured, build_call
 from regard.capture.watchers import watched
 from regard.errors import ArgumentError, NotCapturedError
@@ -107,7 +107,7 @@ def intervene(
     names = [name for name, _ in model.named_modules()]
     for edit in listed:
         for pattern in list_entries(edit.layers):
-            if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            if isinstance(pattern, str) and not any(is_selected(name, pattern) for name in names):
                 raise ArgumentError(
                     edit.name,
                     received=f"layers with {pattern!r}",
@@ -184,7 +184,6 @@ class Intervention(Watch):
       self_attn: (batch 1, heads 2, q_len 3, kv_len 3)
     """
 
-    _edits_calls = True
     binds_context = True
 
     def __init__(self, model: nn.Module, bound: Sequence[BoundEdit], options: CaptureOptions | None) -> None:
@@ -219,7 +218,7 @@ class Intervention(Watch):
         except NotCapturedError:
             for name, fault in self._recording._uncaptured.items():
                 if self._may_edit(name):
-                    raise _refuse(name, fault.reason, fault.hint) from None
+                    raise _build_refusal(name, fault.reason, fault.hint) from None
         unapplied = self.describe_unapplied() if error_type is None and self.warns_of_unapplied else {}
         if unapplied:
             listed = [f"{self._bound[i].edit!r}: {text}." for i, text in unapplied.items()]
@@ -277,20 +276,22 @@ class Intervention(Watch):
     def report_uncaptured(self, name: str, reason: str, hint: str) -> None:
         """Raise an error if an edit selects a layer that cannot be captured; the wrappers call it."""
         if self._watched_ids and self._may_edit(name):
-            raise _refuse(name, reason, hint)
+            raise _build_refusal(name, reason, hint)
         super().report_uncaptured(name, reason, hint)
 
     def drop_channels(self, name: str) -> None:
         """Raise an error if an edit changed a layer whose rows are channels; the wrappers call it."""
         if any(module == name for module, _ in self._paths):
-            raise _refuse(name, ATTENDS_OVER_CHANNELS.reason, "Select other layers by their names: layers=….")
+            raise _build_refusal(
+                name, ATTENDS_OVER_CHANNELS.reason, "Select other layers by their names: layers=…."
+            )
         self._numbers.pop(name, None)  # it has no number in a recording
         self._ran.pop(name, None)
         super().drop_channels(name)
 
     def replaces_output(self, name: str, args: CapturedArgs) -> bool:
         """Return whether masks of whole heads alone edit a call, so that each is computed once; the wrappers ask."""
-        edits = [self._bound[i].edit for i in self._choose(name)]
+        edits = [self._bound[i].edit for i in self._number_and_select(name)]
         return (
             bool(edits)
             and all(isinstance(edit, RestrictEdit) and edit.batch is None for edit in edits)
@@ -300,14 +301,14 @@ class Intervention(Watch):
             and not _tracks_gradients(args)
         )
 
-    def _choose(self, name: str) -> list[int]:
-        """Return the numbers of the edits that select a layer."""
+    def _number_and_select(self, name: str) -> list[int]:
+        """Number a layer that runs, and return the numbers of the edits that select it."""
         number = self._ran[name] = self._numbers.setdefault(name, len(self._numbers))
         return [i for i, entry in enumerate(self._bound) if entry.edit.selects(name, number)]
 
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
         """Apply the edits to a call; the wrappers call it."""
-        chosen = self._choose(name)
+        chosen = self._number_and_select(name)
         if not chosen:
             self._positions.preceding = lambda: self._build(module, name, args, self._plain_options)
             return args
@@ -316,7 +317,7 @@ class Intervention(Watch):
         if not isinstance(call, Call) and tracks and args.dense is not None:
             call = self._build(module, name, args, self._plain_options)
         if not isinstance(call, Call):
-            raise _refuse(name, call.reason, call.hint)
+            raise _build_refusal(name, call.reason, call.hint)
         bound = tuple(self._bound[i] for i in chosen)
         _check_dropout(call, module, bound)
         placement = self._positions.locate(call)
@@ -328,7 +329,7 @@ class Intervention(Watch):
         elif all(isinstance(entry.edit, KnockoutEdit | RestrictEdit | RescoreEdit) for entry in edits.bound):
             output, path = None, "matrix replaced"
         else:
-            raise _refuse(
+            raise _build_refusal(
                 name,
                 "it multiplies the matrix of regard.attention by its value itself",
                 "Edit its mask or scores instead (knockout, restrict, rescore), or use regard.nn.MultiheadAttention.",
@@ -442,7 +443,7 @@ def _compute_weights(call: Call, edits: LayerEdits, weights: Tensor) -> Tensor |
     return edited.reshape(weights.shape) if edited.numel() == weights.numel() else None
 
 
-def _refuse(name: str, reason: str, hint: str) -> NotCapturedError:
+def _build_refusal(name: str, reason: str, hint: str) -> NotCapturedError:
     return NotCapturedError(
         "intervene",
         received=f"an edit of {name!r}, which cannot be changed: {reason}",

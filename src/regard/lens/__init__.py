@@ -21,10 +21,6 @@ Design notes:
   `return_token_timestamps` digit by digit. On equal sums its loop can choose a path that is not the cheapest; sums of
   real weights are not equal. Cells on an antidiagonal are independent, so NumPy computes them at once: 448 × 1500 in
   0.15 s.
-- The model runs its own kernels. If the CPU flash kernel would run, the operator is called directly, for its lse.
-- A mask is read as the interval of keys of each row, so the rows of several calls are joined by their intervals.
-- Recorded arguments are compared with what the function returned; a call that does not agree is refused.
-- Steps belong to one cache if the old keys are found among the new ones. Only the newest keys are held.
 - Padding rows count in no mean. `diagnose` checks masks by their intervals first, and makes a pass only if needed.
 
 >>> import regard, torch

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from regard.capture.call import Call, LayerCall
+from regard.capture.module_names import find_place
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, describe_argument
 from regard.lens.find import as_numpy, require_weights, select_batch_entry
 from regard.lens.table import Table
@@ -383,8 +384,8 @@ def _select_calls(
             by_name.setdefault(entry.module, []).append(entry.call)
     numbers: dict[int, list[str]] = {}
     for position, name in enumerate(by_name):
-        parts = [int(part) for part in name.split(".") if part.isdigit()]
-        numbers.setdefault(parts[0] if parts else position, []).append(name)
+        number = find_place(name).number
+        numbers.setdefault(position if number is None else number, []).append(name)
     selected = {}
     for layer in layers:
         names = [layer] if isinstance(layer, str) else numbers.get(layer, [])

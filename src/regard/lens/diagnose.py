@@ -12,11 +12,11 @@ import torch
 from regard.capture.cache_store import CACHE_FAULTS, CacheFault, CallRows, JoinedCalls
 from regard.capture.call import LayerCall
 from regard.capture.module_hints import ModuleHints
+from regard.capture.module_names import find_place
 from regard.capture.own_softmax import OVER_QUERIES
 from regard.capture.record import Uncaptured
 from regard.errors import ArgumentError, describe_argument
 from regard.findings import Check, CheckRun, Finding, Findings, format_numbers, run_check
-from regard.lens.find import stack_name
 from regard.lens.layer_checks import (
     CheckedLayer,
     check_bias_direction,
@@ -228,7 +228,8 @@ def _should_be_causal(layer: CheckedLayer, layers: list[CheckedLayer], causal: b
     stack = [
         other
         for other in layers
-        if stack_name(other.module) == stack_name(layer.module) and other.token_rows.query_offset is not None
+        if find_place(other.module).stack == find_place(layer.module).stack
+        and other.token_rows.query_offset is not None
     ]
     return sum(map(_is_causal, stack)) > len(stack) / 2
 
@@ -248,7 +249,7 @@ def _is_causal(layer: CheckedLayer) -> bool:
 def _scale_group(layer: CheckedLayer) -> tuple[Any, ...]:
     """Return the key of the layers that should share a scale."""
     is_cross_attention = layer.token_rows.query_offset is None
-    return stack_name(layer.module), layer.call.query.shape[-1], is_cross_attention
+    return find_place(layer.module).stack, layer.call.query.shape[-1], is_cross_attention
 
 
 def _find_usual_scales(layers: list[CheckedLayer]) -> dict[Any, float]:
@@ -276,21 +277,20 @@ def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[Check
     evidence |= {"in": " and ".join(tensors), "later layers with some": len(affected) - 1}
     hint = "regard.doctor(model, inputs) names the module in which they begin."
     if "weights" in tensors and len(tensors) == 1:
-        message = "The weights have some. Query and key are not known, since the layer computes its own softmax: its "
-        message += "input, projections, scores or mask may be the cause."
+        message = "The weights have NaN or inf. Query and key are not known, since the layer computes its own softmax: "
+        message += "its input, projections, scores or mask may be the cause."
     elif tensors == ["mask"]:
-        message = "The mask has some, and query and key have none."
+        message = "The mask has NaN or inf, and query and key have none."
         hint = "Check how the mask is built: −inf − −inf, or 0 · inf; use torch.finfo(dtype).min or booleans."
     elif len(tensors) == 1 or not all_heads:
         others = "other heads" if not all_heads else "the key" if tensors == ["query"] else "the query"
-        message = f"They began in this layer's projections, since {others} {'have' if not all_heads else 'has'} none."
+        have = "have" if not all_heads else "has"
+        message = f"NaN or inf began in this layer's projections, since {others} {have} none."
         hint = (
             f"Check the weights of {' and '.join(tensors)} of these heads, and half precision for overflow."
         )
     elif position:
-        message = (
-            "Query and key of all heads have some: they came with its input, or both projections overflow."
-        )
+        message = "Query and key of all heads have NaN or inf: they came with its input, or both projections overflow."
         message += f" The attention of {layers[position - 1].module} had none."
     else:
         message = "They are in query and key of the first recorded layer."
@@ -410,7 +410,7 @@ def _lacks_mask(layer: CheckedLayer) -> str:
     return _lacks_numbers(layer) or ("its mask has another error" if layer.has_wrong_mask else "")
 
 
-def _is_not_causal(layer: CheckedLayer) -> str:
+def _lacks_causality(layer: CheckedLayer) -> str:
     return _lacks_mask(layer) or ("" if layer.causal else "no layer is causal")
 
 
@@ -438,8 +438,8 @@ LAYER_CHECKS: tuple[Check[CheckedLayer], ...] = (
     Check("sinks, soft cap and window of the module", check_settings, _lacks_weights),
     *MASK_FORM_CHECKS,
     Check("alignment of is_causal", check_causal_alignment, _lacks_mask),
-    Check("own key", check_own_key, _is_not_causal),
-    Check("weight on the future", check_future, _is_not_causal),
+    Check("own key", check_own_key, _lacks_causality),
+    Check("weight on the future", check_future, _lacks_causality),
     Check("weight on padding", check_padding, _lacks_padding),
     Check("fully masked rows", check_empty_rows, _lacks_mask),
     Check("direction of the position bias", check_bias_direction, _lacks_mask),

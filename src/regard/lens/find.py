@@ -1,9 +1,12 @@
-"""Find the heads that attend from one token to another: `Recording.find`."""
+"""Find the heads that attend from one token to another, and roll attention out: `Recording.find` and `rollout`.
+
+What the analyses of a recording share is here as well: functions that select layers and batch entries, look up tokens,
+and compute the norms of values and outputs.
+"""
 
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +15,7 @@ import numpy as np
 import torch
 
 from regard.capture.call import Call, LayerCall
+from regard.capture.module_names import find_place, is_selected
 from regard.capture.output_projections import OutputProjection, OutputProjections
 from regard.core.matrix import AttentionMatrix
 from regard.engines.torch_precision import widen
@@ -251,27 +255,14 @@ def check_batch(batch: int, size: int, operation: str) -> int:
 def select_layers(
     layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None, operation: str
 ) -> list[LayerCall]:
-    """Select calls by module name or pattern; all by default."""
+    """Select the calls of modules that match a name or pattern, or are inside one that does; all by default."""
     patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
     selected = [
-        entry
-        for entry in layer_calls
-        if any(fnmatch.fnmatchcase(entry.module, pattern) for pattern in patterns)
+        entry for entry in layer_calls if any(is_selected(entry.module, pattern) for pattern in patterns)
     ]
     for entry in selected:
         require_weights(entry.call, operation)
     return selected
-
-
-def stack_name(module: str) -> str:
-    """Return a module's name up to the first number in it, which the layers of one stack share.
-
-    >>> stack_name("encoder.layer.0.attention"), stack_name("attention")
-    ('encoder.layer', '')
-    """
-    parts = module.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0]]) if numbers else ""
 
 
 def as_numpy(array: Any) -> Any:
@@ -334,7 +325,7 @@ def _select_stack(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] 
                 expected="one forward pass of the model",
                 hint="Watch one pass at a time: with regard.watch(model) as recording: model(…).",
             )
-    stacks = {(stack_name(call.name), call.shape[-1]) for call in calls}
+    stacks = {(find_place(call.name).stack, call.shape[-1]) for call in calls}
     if len(stacks) == 1:
         return calls
     received = ", ".join(f"{stack or 'layers'} of {length} tokens" for stack, length in sorted(stacks))

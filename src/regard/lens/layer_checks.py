@@ -593,7 +593,7 @@ def _check_windows(layer: CheckedLayer) -> Finding | None:
         return layer.build_finding(
             "window not as configured",
             "error",
-            "Tokens attend to another number of keys than the configuration or the layer states.",
+            "The number of keys that tokens attend to is not the one in the configuration or the layer.",
             {"keys of the widest row": widest, name: "all keys" if window is None else window},
             "Give each layer the mask of its own type. A window of n keys counts the token itself: attend where "
             "query − key < n.",

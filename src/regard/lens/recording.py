@@ -55,11 +55,11 @@ def _build_join_error(
     name: str, groups: Sequence[JoinedCalls], faults: Sequence[CacheFault]
 ) -> ArgumentError:
     """Build the error for a layer whose calls are not the steps of one cache."""
-    reason = "keys do not extend one another's"
+    reason = "keys do not continue those of the call before"
     if any(joined.last.measures is None and not joined.last.compact_mask.is_intervals for joined in groups):
         reason = "masks are not intervals of keys, or whose biases are arrays: these are not joined"
     if faults:
-        reason = f"keys do not extend one another's (call {faults[0].call}: {faults[0].kind})"
+        reason = f"keys do not continue those of the call before (call {faults[0].call}: {faults[0].kind})"
     hint = (
         f"Choose one: recording.calls({name!r})[-1].matrix is the latest. A cache that was cut back or shared by "
         "several continuations has one call for each. If steps do not join (some caches change old keys, broken ones "
@@ -471,7 +471,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             prompt: Number of tokens before the first generated one, padding included. Default: those before the steps
                 of the cache. Pass it for a run over a finished text, or with a single generated token.
             call: Which call of each layer, if they ran over several texts.
-            layers: Names of modules or patterns with `*`. Default: all.
+            layers: Names of modules or patterns with `*`, with everything inside them. Default: all.
 
         Returns:
             The masses, with the lookback ratio, tables and a page.
@@ -508,7 +508,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             token: Position of the token, or its text if that occurs once in `tokens`.
             tokens: Tokens of the sequence, (n,) or (batch, n).
             batch: The batch entry.
-            layers: Names of modules or patterns with `*`. Default: all. Choose one stack of an encoder-decoder model.
+            layers: Names of modules or patterns with `*`, with everything inside them. Default: all. Choose one stack
+                of an encoder-decoder model.
 
         Returns:
             (n,), float64, NumPy; sums to 1.
@@ -673,7 +674,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                 `regard.images.undo_normalisation(pixel_values[0], processor)`.
             grid: Where the patches are, one for each image. Default: `recording.grids(name)` of each layer.
             batch: The batch entry to show.
-            layers: Names of modules or patterns with `*`. Default: all.
+            layers: Names of modules or patterns with `*`, with everything inside them. Default: all.
             heads: The heads to show. Default: all.
             findings: Default: those of `recording.diagnose(tokens)`. Not shown with an image.
             title: Title of the page.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import threading
 import types
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
+from regard.capture.module_names import is_selected
 from regard.capture.own_softmax import SoftmaxTrace, close_traces
 from regard.capture.patching import exclude_from_compile
 from regard.capture.record import (
@@ -207,7 +207,6 @@ class Watch(Watcher):
     ['self_attn']
     """
 
-    _edits_calls = False  # an intervention needs to see every call
     _traces_modules = True  # with the values, for `compare`
 
     def __init__(
@@ -352,7 +351,7 @@ class Watch(Watcher):
                 joined is not None
                 and self._options.is_default
                 and not mode
-                and not self._edits_calls
+                and not self.binds_context  # an intervention needs to see every call
                 and len(watched.get(id(module), ())) == 1
                 and (rows := joined.follow_rows(args)) is not None
             ):
@@ -569,7 +568,7 @@ def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set
         return set(names)
     selected: set[str] = set()
     for pattern in [layers] if isinstance(layers, str) else layers:
-        matches = {name for name in names if fnmatch.fnmatchcase(name, pattern)}
+        matches = {name for name in names if is_selected(name, pattern)}
         if not matches:
             raise ArgumentError(
                 "watch",
@@ -577,11 +576,5 @@ def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set
                 expected="names of modules of the model, or patterns that match some",
                 hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
             )
-        if "" in matches:
-            return set(names)
-        selected |= {
-            name
-            for name in names
-            if name in matches or any(name.startswith(f"{match}.") for match in matches)
-        }
+        selected |= matches
     return selected

@@ -2,7 +2,7 @@
 
 A model with this implementation computes the outputs of `sdpa`, bit for bit. With `output_attentions=True`,
 `outputs.attentions` holds `AttentionWeights`: lazy matrices that read like tensors, in O(n) memory. `choose_layers`
-limits which layers record theirs. The package imports `regard.lens` and below, torch and transformers.
+limits which layers record theirs. The package imports `regard.capture` and below, torch and transformers.
 
 Design notes:
 - `outputs.attentions` holds a class of its own, not `AttentionMatrix`. It follows torch where the two differ:
@@ -13,7 +13,7 @@ Design notes:
 - The function calls the `sdpa` function of transformers, so that its outputs are those of `sdpa` in every release.
   Scores that it cannot compute, with a soft cap or a sink, are computed by `regard.attention`.
 - The mask function of `sdpa` is registered under the same name. Without one, transformers passes no mask.
-- The keys of all steps of a cache are stored once, see `key_store`.
+- The keys of all steps of a cache are stored once, see `regard.capture.cache_store`.
 
 >>> import torch, transformers
 >>> import regard.transformers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -10,6 +9,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from regard.capture.module_names import find_place, is_selected
 from regard.errors import ArgumentError, NotCapturedError
 
 # Modules that do not record.
@@ -68,10 +68,14 @@ def is_chosen(module: nn.Module) -> bool:
 def _match(layer: int | str, names: list[str]) -> Iterator[str]:
     """Yield the names that a number, name or pattern chooses."""
     if isinstance(layer, str):
-        matches = {name for name in names if fnmatch.fnmatchcase(name, layer)}
-        chosen = [name for name in names if any(f"{name}.".startswith(f"{match}.") for match in matches)]
+        chosen = [name for name in names if is_selected(name, layer)]
     else:
-        numbers = {name: place for name in names if (place := _find_number(name)) is not None}
+        numbers = {
+            name: (stack, number)
+            for name in names
+            for stack, number in [find_place(name)]
+            if number is not None
+        }
         counts: dict[str, int] = {}  # of the layers in each stack of layers
         for stack, number in numbers.values():
             counts[stack] = max(counts.get(stack, 0), number + 1)
@@ -81,7 +85,7 @@ def _match(layer: int | str, names: list[str]) -> Iterator[str]:
             if number == (layer if layer >= 0 else layer + counts[stack])
         ]
     if not chosen:
-        examples = [name for name in names if _find_number(name)][:2] or names[:2]
+        examples = [name for name in names if find_place(name).number is not None][:2] or names[:2]
         raise ArgumentError(
             "choose_layers",
             received=f"layers with {layer!r}",
@@ -89,13 +93,6 @@ def _match(layer: int | str, names: list[str]) -> Iterator[str]:
             hint=f"The model has {', '.join(map(repr, examples))}, …",
         )
     yield from chosen
-
-
-def _find_number(name: str) -> tuple[str, int] | None:
-    """Return the first number in the name of a module, and what is before it."""
-    parts = name.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return None if at is None else (".".join(parts[:at]), int(parts[at]))
 
 
 class UnrecordedWeights:
@@ -115,7 +112,7 @@ class UnrecordedWeights:
             "outputs.attentions",
             received="a layer that was not chosen",
             expected="one of the layers of regard.transformers.choose_layers",
-            hint="Choose it, too, or call choose_layers(model) for all, and run the model again.",
+            hint="Choose it as well, or call choose_layers(model) for all, and run the model again.",
         )
 
     __getitem__ = __len__ = __iter__ = __bool__ = __array__ = _refuse

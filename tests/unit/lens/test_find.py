@@ -443,3 +443,23 @@ def test_what_cannot_be_written_or_read_raises_with_a_hint(tmp_path):
         ArgumentError, match=r"'c', a file of format None; .* recording\.save\(path\) writes one"
     ):
         regard.load_recording(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "layers", ["encoder.layer.1", "*.1", ["encoder.layer.1.attention"], "encoder.layer.1.*"]
+)
+def test_layers_are_selected_with_everything_inside(layers):
+    """A name means the same in a watch, an edit and an analysis."""
+    model, ids = bert(), torch.arange(1, 7)[None]
+    recording = watched(model, ids)
+    name = next(name for name in recording if name.startswith("encoder.layer.1."))
+    assert list(recording.span_mass({"all": (0, 6)}, layers=layers)) == [name]
+    np.testing.assert_allclose(
+        recording.rollout(3, layers=layers), dense_rollout(recording, [name])[3], rtol=1e-4
+    )
+    with torch.no_grad(), regard.watch(model, layers=layers) as part:
+        model(ids)
+    edit = regard.interventions.knockout(layers, queries=3, keys=0)
+    with torch.no_grad(), regard.intervene(model, edit) as run:
+        model(ids)
+    assert list(part) == run.applied.column("module") == [name]
