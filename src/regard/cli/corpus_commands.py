@@ -191,12 +191,16 @@ def show_progress(
     printer: Printer, model: str, notes: list[str], resume_hint: str
 ) -> Iterator[Callable[[Progress], None]]:
     """Show the progress of a run, and collect its notes; yield the callback. An interrupt says how to resume."""
+    logger, handler = logging.getLogger("regard.survey"), logging.NullHandler()
+    logger.addHandler(handler)  # keeps logging from printing the notes a second time
     try:
-        with _show_progress_line(printer, model, notes) as progress, _silence_logging():
+        with _show_progress_line(printer, model, notes) as progress:
             yield progress
     except KeyboardInterrupt:
         printer.warn(f"Interrupted. {resume_hint}")
         raise typer.Exit(INTERRUPTED) from None
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager
@@ -253,17 +257,6 @@ def format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-@contextmanager
-def _silence_logging() -> Iterator[None]:
-    """Keep logging from printing the notes of a run a second time."""
-    logger, handler = logging.getLogger("regard.survey"), logging.NullHandler()
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def make(

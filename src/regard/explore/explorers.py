@@ -59,6 +59,10 @@ class ExplorerInputs:
         """Compute the four steps of every query."""
         return [self.matrix.explain(i, self.value, self.key_names) for i in range(len(self.query_names))]
 
+    def check_size(self, size: int, limit: int, unit: str, hint: str) -> None:
+        """Raise an error if the page would be too large to load or to read."""
+        check_size(self.operation, size, limit, unit, hint)
+
 
 def prepare_inputs(
     operation: str,
@@ -171,8 +175,7 @@ def pipeline(
     inputs = prepare_inputs("explore.pipeline", query, key, value, tokens, mask)
     q_len, kv_len = inputs.matrix.shape
     entries = inputs.head_dim + inputs.value_dim
-    check_size(
-        inputs.operation,
+    inputs.check_size(
         q_len * (kv_len * 6 + entries) + kv_len * entries,
         MAX_NUMBERS,
         "numbers to show",
@@ -235,15 +238,10 @@ def heatmap(
     inputs = prepare_inputs("explore.heatmap", query, key, value, tokens, mask)
     q_len, kv_len = inputs.matrix.shape
     value_dim = inputs.value_dim
-    check_size(
-        inputs.operation,
-        q_len * kv_len,
-        MAX_WEIGHTS,
-        "weights",
-        "Take some queries and keys, query[:512] and key[:512].",
+    inputs.check_size(
+        q_len * kv_len, MAX_WEIGHTS, "weights", "Take some queries and keys, query[:512] and key[:512]."
     )
-    check_size(
-        inputs.operation,
+    inputs.check_size(
         max(q_len, kv_len) * value_dim,
         MAX_WEIGHTS,
         "numbers of the output or the value",
@@ -326,7 +324,7 @@ def geometry(
                 hint="explore.pipeline shows vectors of any size, number by number.",
             )
     hint = "Take some of them: query[:8], key[:8], value[:8]."
-    check_size(inputs.operation, max(inputs.matrix.shape), MAX_ARROWS, "queries or keys", hint)
+    inputs.check_size(max(inputs.matrix.shape), MAX_ARROWS, "queries or keys", hint)
     rows = inputs.explain_rows()
     key, value = rows[0].key, rows[0].value
     for name, array in (("query", [row.query for row in rows]), ("key", key), ("value", value)):
@@ -532,8 +530,7 @@ def cost(
             hint="Pass the value too: half of the work multiplies weights and values.",
         )
     q_len, kv_len = inputs.matrix.shape
-    check_size(
-        inputs.operation,
+    inputs.check_size(
         q_len * kv_len * (inputs.head_dim + inputs.value_dim),
         MAX_MULTIPLICATIONS,
         "multiplications to go through",

@@ -377,25 +377,14 @@ def run_job(
         # Closed in any case, so that no worker writes while the lock is released.
         with contextlib.closing(executor.run(job, remaining, tracker.add)) as results:
             for result in results:
-                _commit(result, operation, manifest, done, tracker)
-
-
-def _commit(
-    result: ShardResult | SurveyError,
-    operation: str,
-    manifest: Manifest,
-    done: set[int],
-    tracker: ProgressTracker,
-) -> None:
-    """Commit a shard, unless it is committed already: an executor may rerun a finished shard."""
-    if isinstance(result, SurveyError):
-        raise result
-    if result.shard in done:
-        manifest.discard(result)
-        return
-    try:
-        manifest.commit(result)
-    except OSError as error:
-        raise build_write_error(operation, result.shard, error) from error
-    done.add(result.shard)
-    tracker.add_shard()
+                if isinstance(result, SurveyError):
+                    raise result
+                if result.shard in done:  # an executor may rerun a finished shard
+                    manifest.discard(result)
+                    continue
+                try:
+                    manifest.commit(result)
+                except OSError as error:
+                    raise build_write_error(operation, result.shard, error) from error
+                done.add(result.shard)
+                tracker.add_shard()

@@ -171,11 +171,10 @@ class WorkerClient:
             if retry and cause == "SIGKILL":
                 return self._start(describe, retry=False)
             kind, answer = "failed", f"the worker process ended by {cause} before it was ready"
-        if kind == "refused":
+        if kind != "ready":
             self.close()
-            raise answer
-        if kind == "failed":
-            self.close()
+            if kind == "refused":
+                raise answer
             name = getattr(self.spec.model, "name", self.spec.model)
             raise SurveyError(
                 self.spec.operation,
