@@ -408,15 +408,19 @@ def find_arrays(*parts: Any) -> list[Any]:
     """Find the arrays that masks and score modifications hold, at any depth of lists, dataclasses and torch modules."""
     arrays = []
     for part in parts:
-        if hasattr(part, "dtype"):
-            arrays.append(part)
-        elif isinstance(part, list | tuple):
+        if part is None or isinstance(part, (str, int, float)):
+            continue  # most fields, for which `hasattr` would cost a microsecond
+        if isinstance(part, (Mask, ScoreMod)):
+            arrays += find_arrays(*vars(part).values())
+        elif isinstance(part, (list, tuple)):
             arrays += find_arrays(*part)
         elif isinstance(part, dict):
             arrays += find_arrays(*part.values())
+        elif hasattr(part, "dtype"):
+            arrays.append(part)
         elif hasattr(part, "parameters") and hasattr(part, "buffers"):
             arrays += [*part.parameters(), *part.buffers()]
-        elif isinstance(part, Mask | ScoreMod) or is_dataclass(part):
+        elif is_dataclass(part):
             arrays += find_arrays(*vars(part).values())
     return arrays
 
@@ -444,7 +448,10 @@ class Spec:
 
     def list_arrays(self) -> list[Any]:
         """List everything that the weights depend on: query, key, sink, and what mask and modifications hold."""
-        return [self.query, self.key, *find_arrays(self.sink, self.mask, self.score_mods)]
+        arrays = [self.query, self.key]
+        if self.mask is not None or self.score_mods or self.sink is not None:
+            arrays += find_arrays(self.sink, self.mask, self.score_mods)
+        return arrays
 
     @property
     def shape(self) -> tuple[int, ...]:

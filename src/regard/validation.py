@@ -36,9 +36,9 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
 
 
 def check_count(
-    count: Any, least: int, most: int | None, operation: str, name: str, of: str, hint: str
+    count: Any, least: int, most: int | None, operation: str, name: str, suffix: str, hint: str
 ) -> int:
-    """Validate a whole number from `least` to `most`, or without an upper limit."""
+    """Validate a whole number from `least` to `most`, or without an upper limit; `suffix` ends the received text."""
     is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
     if is_int and count >= least and (most is None or count <= most):
         return int(count)
@@ -46,7 +46,7 @@ def check_count(
     is_empty = most is not None and most < least
     raise ArgumentError(
         operation,
-        received=f"{name}={count!r}{of}",
+        received=f"{name}={count!r}{suffix}",
         expected="a matrix that is not empty" if is_empty else f"{name} {limits}, a whole number",
         hint=hint,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from regard import distributed, first
 from regard.distributed import peer_group, product, ring
 from regard.distributed.layouts import build_layout
+from regard.errors import RegardError
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Measure, Received
 from regard.testing import Case, build_inputs
 from regard.testing.cases import from_engine, to_engine
@@ -171,3 +174,62 @@ def measure_changed_tensors(group: Any) -> list[float]:
             differences += [float((x - y).abs().max()) for x, y in zip(*pairs, strict=True)]
         differences.append(float(((A @ value) - (new @ value)).abs().max()))
     return differences
+
+
+# Indices of heads and rows of a matrix of shape (2, 3, 2, rows, keys); the library moves the axis of some arrays.
+PARTS: list[Any] = [
+    (0,),
+    (0, slice(None), [1, 0]),
+    (slice(None), 1, [1, 0, 1]),
+    ([1, 0], slice(None), 1),
+    (0, slice(None), [1, 0], slice(1, 3)),
+    (..., [1, 0], slice(None)),
+]
+
+
+def _build_both(group: Any, factor: float = 1.0) -> tuple[Any, distributed.DistributedMatrix]:
+    """Return the weights of this rank's rows, three for each rank, by the formula, and the matrix of the group."""
+    rng, length = torch.Generator().manual_seed(5), 3 * dist.get_world_size(group)
+    query, key = factor * torch.randn(2, 2, 3, 2, length, 4, generator=rng)
+    own = [distributed.shard(x, group=group) for x in (query, key)]
+    return torch.softmax(own[0] @ key.mT / 2, -1), distributed.attention(*own, group=group)
+
+
+def compare_parts(group: Any) -> list[float]:
+    """Return how far weights, products and entropies of parts are from the formula."""
+    weights, A = _build_both(group)
+    value = torch.randn(weights.shape[-1], 3, generator=torch.Generator().manual_seed(6))
+    own_value = distributed.shard(value, group=group)
+    differences = []
+    for index in PARTS:
+        expected, part = weights[index], A.lazy[index]
+        assert part.shape == expected.shape, (index, part.shape)
+        for found, wanted in (
+            (part.to_dense(), expected),
+            (part @ own_value, expected @ value),
+            (part.entropy(), -(expected * expected.log()).sum(-1)),
+        ):
+            differences.append(float((found - wanted).abs().max()))
+    return differences
+
+
+def list_refusals(group: Any) -> list[str]:
+    """Return the errors of copying and of measuring by an object that is no measure."""
+    _, A = _build_both(group)
+    messages = []
+    for call in (A.copy, lambda: copy.deepcopy(A), lambda: pickle.dumps(A), lambda: A.measure(object())):
+        try:
+            call()
+        except RegardError as error:
+            messages.append(str(error))
+    return messages
+
+
+def list_plans(group: Any, factor: float) -> list[str]:
+    """Return the plan of a matrix: fresh, after a product, and after a measure."""
+    _, A = _build_both(group, factor)
+    plans = [A.plan(Entropy())]
+    _ = A @ distributed.shard(torch.ones(A.shape[-1], 2), group=group)
+    plans.append(A.plan(Entropy()))
+    A.measure(Entropy())
+    return [*plans, A.plan(Entropy())]

@@ -1,7 +1,8 @@
-"""The lazy attention matrix: constructors, the matrix class, its canonical form and the block loop.
+"""The lazy attention matrix: constructors, the matrix class, the planner of its measures and the block loop.
 
 Entry points: `attention` and `linear_attention` in `attention.py` return an `AttentionMatrix` (`matrix.py`).
-May import errors, types, tiling, frame, validation, masks, score_mods, render, engines, feature_maps, measures, pages.
+May import errors, types, tiling, frame, validation, accumulators, masks, score_mods, problem, render, engines,
+feature_maps, measures, pages.
 
 Design notes:
 - The pass does one GEMM, one subtraction and one exponential per tile, in reused buffers. Fresh memory costs as much

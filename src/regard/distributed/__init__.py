@@ -7,8 +7,6 @@ Design notes:
 - `regard.distributed` finds the axes of a measure's state by calling `init` with three shapes. A state with rows
   stays, one with keys travels to their rank, any other is combined on all ranks. Measures of users then work without
   a declaration that could be wrong.
-- What belongs to keys travels behind them. Gradients of keys and the weight they received are added up on the way, so
-  that no rank holds those of all keys.
 - Ranks compare their arguments through the store before each operation. What follows cannot differ between ranks, so
   no rank waits for a message that is never sent; a mismatch names the rank and leaves the group usable.
 - Waiting happens in a worker thread, and a heartbeat in the store names the rank that stopped. Neither a transfer of
@@ -16,11 +14,9 @@ Design notes:
   rank.
 - One mechanism serves products, gradients, lse and measures: the keys of a rank travel as a block, each rank that needs
   them computes with them, and the results of blocks merge. What belongs to the keys (their gradient, the weight they
-  received) travels behind them and ends at their rank.
+  received) is added up on the way behind them and ends at their rank, so that no rank holds it for all keys.
 - A block is an ordinary problem of `regard.core` with the keys of a part of the sequence, so masks, kernels and
   measures do not depend on ranks.
-- Ranks compare their arguments before each operation, so that what follows cannot differ between them. A heartbeat in
-  the store of the group says which rank stopped: a neighbour that does not answer may itself wait for another one.
 """
 
 from __future__ import annotations

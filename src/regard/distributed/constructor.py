@@ -209,7 +209,7 @@ class RankNumbering:
 
 @dataclass(frozen=True, eq=False)
 class RankMask(Mask):
-    """The mask of one rank's rows; it says nothing about other rows.
+    """The mask of one rank's rows; it must not be evaluated for the rows of another rank.
 
     Attributes:
         mask: Mask in the rank's rows and columns; None allows all columns.

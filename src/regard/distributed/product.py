@@ -12,7 +12,7 @@ import torch
 from regard.core.block_loop import run_block_loop
 from regard.core.planner import upcast
 from regard.core.products import Product
-from regard.distributed.ring import KeyBlock, RingPass, RingProblem, split_parts, take_part
+from regard.distributed.ring import KeyBlock, RingPass, RingProblem, split_parts, take_block_part
 from regard.engines.torch_bands import compute_share
 from regard.engines.torch_fused import run_fused_backward
 from regard.frame import as_index
@@ -85,7 +85,7 @@ def _run_forward(
     def compute(block: KeyBlock) -> None:
         block_key, block_value = block.tensors
         for part in split_parts(problem, ring.keys.chunks[block.owner]):
-            own = take_part(problem, block_key, part)
+            own = take_block_part(problem, block_key, part)
             done.add(part.rows, *kernel.multiply(own, block_value[:, part.keys], value_index))
 
     same = {"value": _describe(value), "dtype of the value": str(value.dtype)}
@@ -164,7 +164,7 @@ def _run_backward(
         block_key, block_value = (x.to(dtype) for x in block.tensors)
         wide = replace(problem, query=problem.query.to(dtype), dtype=dtype)
         for part in split_parts(problem, ring.keys.chunks[block.owner]):
-            own = take_part(wide, block_key, part)
+            own = take_block_part(wide, block_key, part)
             rows = (x[:, part.rows] for x in (grad, output, lse))
             arguments = (own, block_value[:, part.keys], value_index, *rows)
             grads = run_fused_backward(*arguments) or differentiate_part(*arguments)

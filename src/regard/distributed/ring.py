@@ -25,7 +25,7 @@ from regard.problem import Problem
 from regard.types import Array, IntArray
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """Some rows of a rank and some keys of a block, for one product.
 
     Attributes:
@@ -53,7 +53,7 @@ def find_runs(positions: IntArray) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True)]
 
 
-def split_parts(problem: Problem, chunks: Sequence[range]) -> list[Part]:
+def split_parts(problem: Problem, chunks: Sequence[range]) -> list[BlockPart]:
     """Split the rows of a rank and the chunks of a block into parts, without those that the mask leaves empty.
 
     Parts that are full are joined: a product of many rows and keys is one call of a kernel. Rows are split where a
@@ -63,23 +63,23 @@ def split_parts(problem: Problem, chunks: Sequence[range]) -> list[Part]:
     offsets = [int(offset) for offset in np.cumsum([0, *map(len, chunks)])]
     runs = find_runs(problem.positions)
     full: dict[tuple[int, int], list[tuple[int, int]]] = {}  # rows, and the chunks that are full for them
-    partial: list[Part] = []
+    partial: list[BlockPart] = []
     for i, chunk in enumerate(chunks):
         split_runs = _split_at_diagonals(problem, runs, chunk)
         kinds = list(zip(split_runs, _classify(problem, split_runs, chunk), strict=True))
         for rows in _join_adjoining((run.start, run.stop) for run, kind in kinds if kind == "full"):
             full.setdefault(rows, []).append((i, i + 1))
         keys = slice(offsets[i], offsets[i + 1])
-        partial += [Part(run, keys, chunk.start, False) for run, kind in kinds if kind == "partial"]
+        partial += [BlockPart(run, keys, chunk.start, False) for run, kind in kinds if kind == "partial"]
     joined = [
-        Part(slice(*rows), slice(offsets[first], offsets[stop]), chunks[first].start, True)
+        BlockPart(slice(*rows), slice(offsets[first], offsets[stop]), chunks[first].start, True)
         for rows, which in full.items()
         for first, stop in _join_adjoining(which)
     ]
     return joined + partial
 
 
-def take_part(problem: Problem, key: Array, part: Part) -> Problem:
+def take_block_part(problem: Problem, key: Array, part: BlockPart) -> Problem:
     """Return the problem of a part of a block of keys, (own pairs, keys, head_dim), without the sink."""
     positions, mask = problem.positions[part.rows], problem.mask
     if part.is_full:

@@ -27,8 +27,8 @@ Design notes:
 - On CUDA, `torch._fused_sdp_choice` picks flash or cuDNN; everything else runs the efficient kernel. It is torch's
   own choice, so outputs are those of the public function. The efficient kernel takes every mask, has float32 and a
   backward pass of its own. Flash counts causal masks from the lower right corner, so it gets squares only.
-- Grouped heads fold key heads into the batch, and expand them with stride 0. The efficient kernel knows no groups,
-  and repeating keys costs memory.
+- Grouped heads fold key heads into the batch, and expand them with stride 0. The efficient kernel does not support
+  grouped heads, and repeating keys costs memory.
 - A bias runs half-precision calls of the efficient kernel in float32. The kernel takes a tile in the dtype of the
   query, and bfloat16 would round a bias of 100 by 0.25. Masks are 0 and −inf, which are exact.
 - Contracts of CUDA's operators are tested with doubles, devices with a pretend one. A double of the checks finds

@@ -515,8 +515,7 @@ def torch_masks(
         if torch_mask is None:
             continue
         if torch_mask.dtype == torch.bool:
-            converted = dense(torch_mask, true_means="ignore")
-            mask = converted if mask is None else mask & converted
+            mask = _combine_masks(mask, dense(torch_mask, true_means="ignore"))
         else:
             score_mods.append(bias(torch_mask))
     return {"mask": mask, "score_mod": score_mods}

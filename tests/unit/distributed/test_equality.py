@@ -14,10 +14,13 @@ from regard.testing.cases import compute_bounds
 from tests.helpers.ring_cases import (
     TILE,
     Split,
+    compare_parts,
     compute_cases,
     count_questions_about_the_store,
     count_received_tensors,
     join_results,
+    list_plans,
+    list_refusals,
     measure_changed_tensors,
 )
 
@@ -113,3 +116,24 @@ def test_the_store_is_asked_about_once_for_a_group(ranks) -> None:
     counts = ranks.run(count_questions_about_the_store)  # each may wait for a name server
     assert all(count <= 1 for count in counts), counts
     assert ranks.run(count_questions_about_the_store) == [0] * ranks.size
+
+
+def test_parts_whose_axes_the_library_moves(ranks) -> None:
+    for differences in ranks.run(compare_parts):
+        assert max(differences) < 1e-5
+
+
+def test_copies_and_foreign_measures_are_refused_with_a_hint(ranks) -> None:
+    for messages in ranks.run(list_refusals):
+        assert len(messages) == 4
+        assert all("regard.distributed.gather" in message for message in messages[:3])
+        assert "subclass regard.measures.Measure" in messages[3]
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, [2, 1, 1]), (100.0, [2, 2, 1])])
+def test_a_plan_counts_the_passes_that_measures_need(ranks, factor, expected) -> None:
+    words = {1: "one pass of the keys", 2: "two passes of the keys"}
+    for plans in ranks.run(list_plans, factor):
+        assert len(plans) == len(expected)
+        for plan, count in zip(plans, expected, strict=True):
+            assert words[count] in plan, plans

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
 from regard.distributed.layouts import build_layout  # noqa: E402
-from regard.distributed.ring import split_parts, take_part  # noqa: E402
+from regard.distributed.ring import split_parts, take_block_part  # noqa: E402
 from regard.engines.torch_lowering import lower_mask  # noqa: E402
 
 LENGTHS = {"even": [8, 8, 8], "two ranks": [12, 12], "uneven": [5, 0, 11], "odd": [7, 9, 3, 4]}
@@ -58,7 +58,7 @@ def test_a_causal_mask_needs_no_mask_tile(lengths_name, name) -> None:
         problem = build_problem(regard.causal(), sum(lengths), layout.positions(rank))
         key = torch.zeros(1, layout.lengths[owner], 2)
         for part in split_parts(problem, layout.chunks[owner]):
-            own = take_part(problem, key, part)
+            own = take_block_part(problem, key, part)
             q_range = range(int(own.positions[0]), int(own.positions[-1]) + 1)
             for band in lower_mask(own.frame, own.mask, q_range, own.kv_range, False):
                 assert band.blocks and not any(block.has_tile for block in band.blocks)
