@@ -29,7 +29,7 @@ Imports = dict[str, set[str]]
 
 def architecture_page() -> str:
     """Return the page: the drawing, the table of imports, and two sections of DESIGN.md."""
-    imports = package_imports(grimp.build_graph("regard", exclude_type_checking_imports=True, cache_dir=None))
+    imports = package_imports(grimp.build_graph("regard", cache_dir=None))
     parts = [
         HEAD,
         f'```{{raw}} html\n<div class="architecture">{draw(imports)}</div>\n```',

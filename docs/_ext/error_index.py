@@ -15,7 +15,7 @@ from pathlib import Path
 
 import regard
 from regard.errors import format_anchor
-from regard.measures.base import get_result_name
+from regard.measures.base import Measure, get_result_name
 
 PACKAGE = Path(regard.__file__).parent
 
@@ -182,7 +182,7 @@ class Source:
         if (text := ast.unparse(node)) == "type(self).__name__":
             return subclasses
         if text == "get_result_name(self)":
-            return [get_result_name(type(name, (), {})()) for name in subclasses]
+            return [get_result_name(type(name, (Measure,), {})()) for name in subclasses]
         if isinstance(node, ast.IfExp):
             branches = (node.body, node.orelse)
             return [name for branch in branches for name in self.operations(branch, function, bindings)]

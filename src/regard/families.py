@@ -1,13 +1,15 @@
 """Facts about model families of transformers that their code does not state: one table for the whole package.
 
-A family with its own attention: add one entry.
+`watch`, `intervene` and measures need no entry: they read what a layer calls. A family with its own attention gets an
+entry in the table that concerns it:
 
 - `FAMILIES`, by `config.model_type`: how it reads images, how its configuration states windows, and why a policy cache
   cannot serve it. A family that is not listed has the defaults of `Family`.
-- `ATTENTION_MODULES`, by the class of its attention module: where the projections are, for `regard.nn`. Add the class
-  to the parity table (`tests/parity`), which compares the module with the converted layer.
-- `UNSCALED_LAYERS`, if its scores have a scale of 1 by design.
-- `TESTED_CACHES`, once `tests/unit/policy/test_cache_families.py` serves it.
+- `ATTENTION_MODULES`, by the class of its attention module: where the projections are, for `from_transformers` of
+  `regard.nn`. Add the class to `SUBJECTS` in `tests/parity/models.py`, which compares the module with the converted
+  layer, and run `scripts/docs parity --write`.
+- `UNSCALED_LAYERS`, by class: its scores have a scale of 1 by design, so `doctor` and `diagnose` do not warn.
+- `TESTED_CACHES`, by `config.model_type`, once `tests/unit/policy/test_cache_families.py` serves it.
 
 What the classes of transformers state themselves, such as support for `sdpa`, is read from them.
 """

@@ -22,6 +22,12 @@ class BlockKinds(NamedTuple):
     Attributes:
         nonempty: False if no entry of the block is allowed: (blocks,).
         full: True if every entry of the block is allowed: (blocks,).
+
+    >>> import numpy as np, regard
+    >>> from regard.frame import Frame
+    >>> kinds = regard.causal().classify_blocks(Frame.from_shape((8, 8)), 0, 4, np.array([0, 4]), np.array([4, 8]))
+    >>> kinds.nonempty.tolist(), kinds.full.tolist()
+    ([True, False], [False, False])
     """
 
     nonempty: Array
@@ -47,7 +53,8 @@ class SplitPoints(NamedTuple):
 class Mask:
     """Which keys each query may attend to; a value that combines with `&`, `|` and `~`.
 
-    A subclass defines `allows`, and `classify_blocks` if it can tell empty and full blocks without building them.
+    A subclass defines `allows`, and `classify_blocks` if it can tell empty and full blocks without building them;
+    `regard.masks` has an example.
 
     >>> from regard import causal, first, sliding_window
     >>> mask = causal() & (sliding_window(2) | first(1))
@@ -282,8 +289,8 @@ class CombinedMask(Mask):
         first, *others = self._evaluated
         nonempty, full = first.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
         for part in others:
-            own = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
-            nonempty, full = combine(nonempty, own.nonempty), combine(full, own.full)
+            is_nonempty, is_full = part.classify_blocks(frame, q_lo, q_hi, kv_lo, kv_hi)
+            nonempty, full = combine(nonempty, is_nonempty), combine(full, is_full)
         return BlockKinds(nonempty, full)
 
     def restrict(self, frame: Frame, rows: range, columns: range) -> Mask | bool:

@@ -2,16 +2,6 @@
 
 `A.measure(…)` runs them. This package may import engines, masks and the modules below them, not core.
 
-Design notes:
-- Entropy, distance, position and spread are of the keys alone: weights are divided by their sum if there is a sink. A
-  sum over half the weight is not a mean, and a sink has no position. Without a sink nothing is divided, so nothing is
-  slower; with one, the state has the sum of the weights as well, which merges by addition.
-- `Spread` merges means and squared deviations (Chan et al.). Moments around the query need float64 to cancel; merged
-  deviations do not.
-- Contributions multiply the weights of a tile by ‖v_j W_O‖, from the Gram matrix of W_O. A bias log ‖v_j W_O‖ of the
-  scores ranks alike, but changes the sums of rows. The Gram matrix has head_dim² numbers; the projected values would
-  have kv_len · width for each head.
-
 A measure is about ten lines. This one computes the share of each row on even positions:
 
 >>> import numpy as np, regard
@@ -24,6 +14,16 @@ A measure is about ten lines. This one computes the share of each row on even po
 >>> A = regard.attention(np.zeros((4, 2)), np.zeros((4, 2)), mask=regard.causal())
 >>> A.measure(EvenShare()).even_share
 array([1.        , 0.5       , 0.66666667, 0.5       ])
+
+Design notes:
+- Entropy, distance, position and spread are of the keys alone: weights are divided by their sum if there is a sink. A
+  sum over half the weight is not a mean, and a sink has no position. Without a sink nothing is divided, so nothing is
+  slower; with one, the state has the sum of the weights as well, which merges by addition.
+- `Spread` merges means and squared deviations (Chan et al.). Moments around the query need float64 to cancel; merged
+  deviations do not.
+- Contributions multiply the weights of a tile by ‖v_j W_O‖, from the Gram matrix of W_O. A bias log ‖v_j W_O‖ of the
+  scores ranks alike, but changes the sums of rows. The Gram matrix has head_dim² numbers; the projected values would
+  have kv_len · width for each head.
 """
 
 from __future__ import annotations

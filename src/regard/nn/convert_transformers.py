@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.families import ATTENTION_MODULES, AttentionModule
+from regard.families import ATTENTION_MODULES, UNSCALED_LAYERS, AttentionModule
 from regard.masks import Mask, causal, sliding_window
 from regard.nn.attention import MultiheadAttention
 from regard.nn.rope import Rope
@@ -186,12 +186,12 @@ def _first_attribute(module: Any, *names: str) -> Any:
 
 
 def _read_scale(module: Any, head_dim: int) -> float:
-    """Read the scale of the scores. In older releases GPT-2 has settings instead of a scale, and T5 has no scale."""
+    """Read the scale of the scores. In older releases GPT-2 has settings instead of it; some families have none."""
     if hasattr(module, "scaling"):
         return float(module.scaling)
     if hasattr(module, "scale_attn_weights"):
         scale = head_dim**-0.5 if module.scale_attn_weights else 1.0
         return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
-    if hasattr(module, "has_relative_attention_bias"):
+    if UNSCALED_LAYERS.fullmatch(type(module).__name__):
         return 1.0
     return float(_first_attribute(module, "scaling", "inv_norm_factor", "softmax_scale"))

@@ -12,6 +12,7 @@ import pytest
 import regard
 from regard import (
     Mask,
+    between,
     causal,
     dense,
     document,
@@ -22,6 +23,7 @@ from regard import (
     sliding_window,
 )
 from regard.engines.native import use_instruction_set
+from regard.frame import Frame
 from regard.tiling import use_tile_sizes
 
 UL, LR = "upper_left", "lower_right"
@@ -71,6 +73,7 @@ LITERAL = {
     "document 5×5": (document([0, 0, 3, 3, 0]), "11001 11001 00110 00110 11001"),
     "document 2×5": (document([0, 0, 1, 1, 1], query_ids=[1, 4]), "00111 00000"),
     "document 5×2": (document([7, -1], query_ids=[-1, 7, 7, 2, -1]), "01 10 10 00 01"),
+    "between 3×5": (between(slice(1, 3), slice(2, 4)), "00000 00110 00110"),
     "dense": (dense([[True, False, True], [False, False, True]]), "101 001"),
     "dense, one row for all": (dense([[True, False, True]]), "101 101"),
     "dense, one column for all": (dense([[True], [False]]), "111 000"),
@@ -97,6 +100,40 @@ def test_each_mask_is_the_matrix_written_here(name: str) -> None:
     assert [format_rows(A[i : i + 1] > 0)[0] for i in range(shape[0])] == expected
     # Also on every leading axis.
     assert all(format_rows(head) == expected for head in mask.to_dense(3, 7, *shape).reshape(21, *shape))
+
+
+@pytest.mark.parametrize("name", LITERAL)
+def test_a_block_that_is_called_empty_or_full_is(name: str) -> None:
+    mask, rows = LITERAL[name]
+    allowed = np.array([[entry == "1" for entry in row] for row in rows.split()])
+    frame = Frame.from_shape(allowed.shape)
+    q_len, kv_len = allowed.shape
+    for q_lo, q_hi in itertools.combinations(range(q_len + 1), 2):
+        for kv_lo, kv_hi in itertools.combinations(range(kv_len + 1), 2):
+            kinds = mask.classify_blocks(frame, q_lo, q_hi, np.array([kv_lo]), np.array([kv_hi]))
+            block = allowed[q_lo:q_hi, kv_lo:kv_hi]
+            assert kinds.nonempty[0] or not block.any()
+            assert block.all() or not kinds.full[0]
+
+
+def test_every_kind_of_mask_is_among_them() -> None:
+    written = " ".join(f"{name} {mask}" for name, (mask, _) in LITERAL.items())
+    assert [name for name in regard.masks.__all__ if name.islower() and name not in written] == []
+
+
+def test_a_mask_of_ones_own_combines_in_any_order() -> None:
+    class Even(Mask):
+        def allows(self, frame: Any, q_idx: Any, kv_idx: Any, xp: Any) -> Any:
+            return (kv_idx % 2 == 0)[None] & (q_idx >= 0)[:, None]
+
+        def classify_blocks(self, frame: Any, q_lo: int, q_hi: int, kv_lo: Any, kv_hi: Any) -> Any:
+            return (kv_hi - kv_lo > 1) | (kv_lo % 2 == 0), np.zeros(len(kv_lo), bool)  # a plain tuple
+
+    expected = ["10000", "10000", "10100", "10100", "10101"]
+    for mask in (Even() & causal(), causal() & Even(), ~(~Even() | ~causal())):
+        A = regard.attention(np.zeros((5, 3)), np.zeros((5, 3)), mask=mask)
+        assert format_rows(A.to_dense() > 0) == expected
+        np.testing.assert_allclose(A @ np.eye(5), A.to_dense(), atol=1e-15)
 
 
 def test_sizes_per_head() -> None:
