@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.capture.call import Call, CapturedArgs
 from regard.capture.compact_mask import (
@@ -86,6 +88,8 @@ class RecentMasks:
     def __init__(self) -> None:
         # Weak references to the arrays, their versions and sizes, copies of those without a version, and the result.
         self._recent: list[tuple[list[Any], Any, list[Any], CompactMask]] = []
+        # Versions and copies of masks, biases and arrays by the original: layers that share it share the copy.
+        self._copies: Any = WeakIdKeyDictionary()
 
     def recognise(self, args: CapturedArgs, kv_len: int, biases: Iterable[ScoreMod]) -> CompactMask:
         """Recognise mask and bias of a call; `biases` of the model may explain an additive mask."""
@@ -99,10 +103,26 @@ class RecentMasks:
                 return compact
         compact = recognise_call_mask(args, kv_len, tuple(biases))
         alive = [entry for entry in self._recent if all(reference() is not None for reference in entry[0])]
-        copies = [array.clone() if _version(array) is None else None for array in arrays]
+        copies = [_copy_arrays(array) if _version(array) is None else None for array in arrays]
         references = [weakref.ref(array) for array in arrays]
         self._recent = [*alive[1 - MAX_RECENT_MASKS :], (references, settings, copies, compact)]
         return compact
+
+    def store(self, part: Any, copy: bool) -> Any:
+        """Return a mask, a bias or an array with copies of its arrays, unless they need none."""
+        arrays = list(_list_arrays(part))
+        versions = [_version(array) for array in arrays]
+        if not arrays or not (copy or any(version != 0 for version in versions)):
+            return part
+        known, stored = self._copies.get(part, (None, None))
+        is_known = known == versions and all(
+            version is not None or _are_equal(array, old)
+            for array, old, version in zip(arrays, _list_arrays(stored), versions, strict=True)
+        )
+        if not is_known:
+            stored = _copy_arrays(part)
+            self._copies[part] = versions, stored
+        return stored
 
 
 def recognise_call_mask(args: CapturedArgs, kv_len: int, biases: Sequence[ScoreMod] = ()) -> CompactMask:
@@ -130,14 +150,48 @@ def recognise_call_mask(args: CapturedArgs, kv_len: int, biases: Sequence[ScoreM
 
 def _is_unchanged(array: Any, reference: Any, copy: Tensor | None) -> bool:
     """Return whether a mask is one that was recognised; in inference mode it has no version, so it is compared."""
-    return reference() is array and (copy is None or bool(torch.equal(array, copy)))
+    return reference() is array and (copy is None or _are_equal(array, copy))
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a, b) if isinstance(a, torch.Tensor) else np.array_equal(a, b))
 
 
 def _version(array: Any) -> int | None:
-    """Return how often a tensor was written to in place; None if that is not known, in inference mode."""
-    if not isinstance(array, torch.Tensor):
-        return 0  # a BlockMask
+    """Return how often a tensor was written to in place; None if that is not known: in inference mode, or of NumPy."""
+    if isinstance(array, BlockMask):
+        return 0
+    if isinstance(array, np.ndarray):
+        return None
     return None if array.is_inference() else int(array._version)
+
+
+def _list_arrays(part: Any) -> Iterator[Any]:
+    """List the arrays that a mask or a bias, or a combination of masks, holds."""
+    if isinstance(part, torch.Tensor | np.ndarray):
+        yield part
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from _list_arrays(item)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _list_arrays(getattr(part, field.name))
+
+
+def _copy_arrays(part: Any) -> Any:
+    """Copy a mask or a bias with the arrays that it holds."""
+    if isinstance(part, torch.Tensor):
+        # Axes along which a mask is expanded take no memory, and neither do they in the copy.
+        axes = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in part.stride())
+        return part[axes].clone().expand(part.shape)
+    if isinstance(part, np.ndarray):
+        return part.copy()
+    if isinstance(part, tuple):
+        return tuple(map(_copy_arrays, part))
+    if next(_list_arrays(part), None) is None:
+        return part
+    held = {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    return replace(part, **{name: _copy_arrays(item) for name, item in held.items()})
 
 
 def find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
@@ -367,6 +421,16 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
         call.weights, call.cached = store(weights), None if cached is None else store(cached)
         pairs = [(call.weights, weights)]
     references = [stored for stored, old in pairs if stored is old]
+    copies = options.copy or not options.keeps_tensors
+    held = {name: getattr(call.compact_mask, name) for name in ("dense_mask", "bias", "tiled_mask")}
+    held = {name: options._masks.store(part, copies) for name, part in held.items() if part is not None}
+    if held:
+        call.compact_mask = replace(call.compact_mask, **held)
+        arrays = (array for part in held.values() for array in _list_arrays(part))
+        references += [array for array in arrays if isinstance(array, torch.Tensor)]
+    if call.sink is not None:
+        call.sink = call.sink.clone() if copies or _version(call.sink) != 0 else call.sink
+        references.append(call.sink)
     call.versions = tuple([(tensor, tensor._version) for tensor in references if not tensor.is_inference()])
     if not options.keeps_tensors:
         converted = call.query.dtype != query.dtype

@@ -105,7 +105,8 @@ def watch(
             stop) or slices, or a list of one for each batch entry. `regard.lens.token_spans` finds texts in a prompt.
         device: Move recorded tensors to this device.
         dtype: Convert recorded tensors to this dtype.
-        copy: Copy query and key. By default they are referenced, except those that the model may overwrite.
+        copy: Copy query and key, and masks, biases and sinks that are held as arrays. By default they are referenced,
+            except those that the model may overwrite.
         values: Also record value and output, and find the output projection of each layer, which
             `Recording.value_norms` and `find(by="contribution")` need. Of the first pass, record what each module of
             the model read and returned, at most 32 tokens of it, by which `regard.compare` names the module that

@@ -481,6 +481,80 @@ def test_an_overwritten_key_raises():
     assert recording[""].scores[0, 0, 0].any()
 
 
+class Attend(nn.Module):
+    """Attention as a function of query, key and value."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+MASK = torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+
+
+def by_sdpa(query, key, value, array):
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=array)
+
+
+def add_sink(scores, sink):
+    return torch.cat([scores, sink[:, None, None].expand(2, 4, 6, 1)], -1)
+
+
+# What a call is given, how, and how it changes the scores; the last column of the scores may be a sink.
+OVERWRITTEN = {
+    "booleans": (MASK, by_sdpa, lambda scores, array: scores.masked_fill(~array, -torch.inf)),
+    "numbers": (torch.randn(6, 6), by_sdpa, torch.add),
+    "expanded": (torch.randn(1, 4, 6, 6).expand(2, 4, 6, 6), by_sdpa, torch.add),
+    "mask of regard": (
+        MASK,
+        lambda q, k, v, array: regard.attention(q, k, mask=causal() & regard.dense(array)) @ v,
+        lambda scores, array: scores.masked_fill(~array.tril(), -torch.inf),
+    ),
+    "sink": (torch.randn(4), lambda q, k, v, array: regard.attention(q, k, sink=array) @ v, add_sink),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITTEN)
+@pytest.mark.parametrize("was_written", [False, True])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_array_that_is_overwritten_later_raises_or_was_copied(name, was_written, inference, copied):
+    array, attend, change = OVERWRITTEN[name]
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    with torch.inference_mode(inference):
+        array = array[:1].clone().expand(array.shape) if name == "expanded" else array.clone()
+        if was_written:
+            array[:1] = array[:1].clone()
+        expected = change(query @ key.mT / 8**0.5, array.clone()).softmax(-1).nan_to_num(0.0)[..., :6]
+        layers = nn.ModuleList([Attend(attend), Attend(attend)])
+        with regard.watch(layers, copy=copied) as recording:
+            for layer in layers:
+                layer(query, key, value, array)
+        array[:1] = 1 if array.dtype == torch.bool else 9.0
+    if copied or was_written or inference:
+        for layer in "01":
+            torch.testing.assert_close(recording[layer].to_dense(), expected)
+    else:
+        with pytest.raises(ArgumentError, match="overwrote after the call"):
+            recording["0"]
+    first, second = (recording.calls(layer)[0].compact_mask.stored_arrays for layer in "01")
+    storages = {array.untyped_storage().data_ptr(): array.untyped_storage() for array in (*first, *second)}
+    assert sum(map(len, storages.values())) <= array.untyped_storage().nbytes()  # one copy for all layers
+
+
+def test_a_numpy_mask_that_is_overwritten_later():
+    array, (query, key, value) = MASK.numpy().copy(), torch.randn(3, 2, 4, 6, 8).unbind()
+    expected = (query @ key.mT / 8**0.5).masked_fill(~MASK, -torch.inf).softmax(-1).nan_to_num(0.0)
+    layer = Attend(lambda q, k, v: regard.attention(q, k, mask=~~regard.dense(array)) @ v)
+    with regard.watch(nn.Sequential(layer)) as recording:
+        layer(query, key, value)
+    array[:] = True
+    torch.testing.assert_close(recording["0"].to_dense(), expected)
+
+
 def test_wrong_names_raise_with_a_similar_one():
     model = stack()
     with regard.watch(model) as recording:
