@@ -112,7 +112,7 @@ class Call:
         output: Output of the kernel with `watch(values=True)`, else None.
         weights: (…, heads, q_len, kv_len), as a layer with its own softmax computed them, without dropout; else None.
         softcap: Soft cap of the scores, or None.
-        sink: Learnt sink, one score for each head, or None.
+        sink: Learnt sink, one score for each head, (…, heads), or None.
         dropout_p: Dropout probability that was passed.
         is_causal: Whether `is_causal` was passed in any of the calls.
         is_broadcast: Whether key or value were broadcast to the batch or the heads of the query.

@@ -353,7 +353,7 @@ def _recognise(
         kernel=args.kernel,
         lse=None if args.lse is None else args.lse.detach(),
         softcap=None if args.softcap is None else softcap(args.softcap),
-        sink=None if args.sink is None else options.detach(args.sink).reshape(-1),
+        sink=None if args.sink is None else options.detach(args.sink),
         dropout_p=float(args.dropout_p),
         is_causal=bool(args.is_causal),
         is_broadcast=_is_broadcast(args),

@@ -179,6 +179,7 @@ def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any
     query, key = arguments["query"], arguments["key"]
     output, weights = result if isinstance(result, tuple) else (result, None)
     sink = arguments.get("s_aux")
+    sink = getattr(module, "sinks", None) if sink is None else sink
     return CapturedArgs(
         query,
         key,
@@ -188,7 +189,7 @@ def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any
         scale=arguments.get("scaling"),
         enable_gqa=key.shape[-3] != query.shape[-3],
         softcap=arguments.get("softcap"),
-        sink=getattr(module, "sinks", None) if sink is None else sink,
+        sink=None if sink is None else sink.reshape(-1),
         position_bias=arguments.get("position_bias"),
         output=_move_heads_first(output, query),
         weights=None if name == "flex_attention_forward" else weights,  # it returns the lse

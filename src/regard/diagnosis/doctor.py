@@ -40,7 +40,7 @@ SYMPTOMS: dict[str, tuple[str, ...]] = {
     "positions of padded tokens": ("rotary",),
     "cached steps differ": (
         "cache:", "positions", "rotary", "heads", "causal alignment", "weight on the future", "future leaks", "padding",
-        "fully masked", "inverted", "own key", "state kept", "window",
+        "fully masked", "inverted", "own key", "state kept", "window", "NaN or inf",
     ),
     "cache: mask": ("weight on the future", "window"),
     "fully masked rows": ("inverted",),

@@ -5,6 +5,7 @@ Each experiment is a function of an `Examination`, and an entry of `EXPERIMENTS`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -430,6 +431,16 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
         )
         hint = "Compute the positions of a padded batch as attention_mask.cumsum(-1) - 1, per batch entry."
         return Finding("positions of padded tokens", "error", message, evidence=evidence, hint=hint)
+    if math.isinf(difference):
+        with subject.trace() as trace:
+            (subject.run_source if subject.is_encoder_decoder else subject.run)(padded, mask)
+        origin = trace.find_not_finite()
+        message = f"The output of a text padded on the {side} has NaN or inf, and that of the text alone has none."
+        evidence |= {} if origin is None else {"begins": origin.describe()}
+        hint = "Rows of padding may attend to no key, so mask with a number that is finite in the softmax's dtype; "
+        hint += "the lowest of float64 is −inf in float32. Or use F.scaled_dot_product_attention."
+        module = "" if origin is None else origin.module
+        return Finding("NaN or inf", "error", message, module, evidence=evidence, hint=hint)
     evidence |= {"largest relative difference": difference}
     if side == "left" and (subject.is_encoder_decoder or not with_positions):
         hint = "Expected if positions are counted from the first token, padding included: pad on the right, or add a "

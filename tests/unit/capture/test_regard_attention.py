@@ -52,7 +52,7 @@ def compute_weights(layer, x, mask=None, cap=None, sink=None):
         scores = scores.masked_fill(~torch.from_numpy(mask.to_dense(*scores.shape)), -torch.inf)
     sinks = torch.zeros(*scores.shape[:-1], 0)
     if sink is not None:
-        sinks = torch.as_tensor(sink).double().reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = torch.as_tensor(sink).double()[..., None, None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, sinks], -1).softmax(-1)[..., : scores.shape[-1]].nan_to_num(0.0)
 
 
@@ -126,7 +126,13 @@ def test_intervals_do_not_depend_on_the_tiles(monkeypatch, name, tile):
 
 
 @pytest.mark.parametrize("score_mod", [regard.softcap(0.5), [regard.softcap(0.5)]], ids=["one", "list"])
-@pytest.mark.parametrize("sink", [None, 1.0, [0.5, 2.0], torch.tensor([0.5, 2.0])])
+@pytest.mark.parametrize(
+    "sink",
+    [
+        None, 1.0, [0.5, 2.0], torch.tensor([0.5, 2.0]), [[0.5, 2.0]], [[0.5, 2.0], [-1.0, 0.0], [3.0, 1.0]],
+        [[0.5], [2.0], [-1.0]],
+    ],
+)  # fmt: skip
 def test_score_modifications_and_sinks_in_every_form(x, score_mod, sink):
     layer = Layer(score_mod=score_mod, sink=sink)
     recording, _ = watched(layer, x)

@@ -63,3 +63,25 @@ def test_a_norm_after_the_rotation_on_purpose_is_no_error():
     findings = doctor(*HEALTHY["HunYuan"]())
     assert not findings.by_severity("error"), findings
     assert "norm after rotary" not in {finding.kind for finding in findings}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-2", "Qwen3", "BERT", "T5"])
+def test_a_model_in_float64_has_no_finding_unless_padding_makes_it_return_nan(name, implementation):
+    """Eager attention masks with the lowest float64, which is −inf in its float32 softmax: NaN in rows of padding."""
+    model, inputs = HEALTHY[name]()
+    model = model.double()
+    try:
+        model.set_attn_implementation(implementation)
+    except ValueError:
+        pytest.skip(f"{name} of this release has no {implementation} attention")
+    padded = {key: value for key, value in inputs.items() if key != "attention_mask"}
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, :4] = 0
+    with torch.no_grad():
+        output = model(**padded, attention_mask=mask)[0]
+    returns_nan = bool(output[1, -1].isnan().any())
+    findings = doctor(model, inputs)
+    assert [finding.kind for finding in findings] == ["NaN or inf"] * returns_nan, findings
+    if returns_nan:
+        assert findings[0].severity == "error" and "layers.0.self_attn" in findings[0].module

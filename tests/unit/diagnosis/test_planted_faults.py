@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from regard import doctor  # noqa: E402
 from tests.helpers.planted_bugs import PLANTED_BUGS  # noqa: E402
 from tests.helpers.planted_score import find_wrong_kinds, measure, run_doctor  # noqa: E402
 from tests.helpers.port_bugs import DISTINCT_PORT_BUGS, PORT_BUGS  # noqa: E402
@@ -66,6 +67,13 @@ def test_no_planted_bug_gets_a_wrong_cause_if_doctor_is_told_nothing(name):
 def test_the_clean_twin_of_a_port_has_no_errors(name):
     findings = run_doctor(BUGS[name], clean=True)
     assert findings.by_severity("error") == [], findings
+
+
+@pytest.mark.parametrize("name", ["QK norm forgotten", *list(PORT_BUGS)[:3]])
+def test_doctor_names_a_fault_of_a_port_in_float64(name):
+    findings = doctor(BUGS[name].build().double(), BUGS[name].inputs())
+    assert {finding.kind for finding in findings} & set(BUGS[name].kinds), findings
+    assert not find_wrong_kinds(BUGS[name], findings), findings
 
 
 def test_doctor_names_half_of_the_faults_that_it_was_not_written_for():
