@@ -48,15 +48,28 @@ CACHE_FAULTS = {
 
 
 class CacheMatch(NamedTuple):
-    """How a call continues a cache: how many of its oldest keys are gone, and which batch entries have its keys."""
+    """How a call continues a cache.
 
-    evicted: int
-    candidates: list[list[int]]
+    Args:
+        candidates: For each batch entry, the entries of the cache that it may continue, the likeliest first; None: its
+            own.
+        evicted: How many of the oldest keys the cache no longer has.
+        rows_before: Number of rows that precede those of the call; rows from there on are replaced.
+        key: Keys of the call in use, or values if the layer computed its own softmax; None for cross-attention.
+    """
+
+    candidates: list[list[int]] | None = None
+    evicted: int = 0
+    rows_before: int = 0
+    key: Tensor | None = None
 
     @property
     def entries(self) -> IntArray | None:
         """The batch entry of the cache that each batch entry of the call continues; None if each continues its own."""
-        return find_entries(self.candidates)
+        if self.candidates is None:
+            return None
+        entries = np.array([others[0] for others in self.candidates])
+        return None if (entries == np.arange(len(entries))).all() else entries
 
 
 def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
@@ -75,7 +88,7 @@ def match_cache(old: Tensor, new: Tensor, past: int) -> CacheMatch | None:
     for evicted in sorted(_find_first_keys(old, new, end), key=lambda position: (position != end, position)):
         candidates = match_entries(old[..., evicted : evicted + past, :], new[..., :past, :])
         if candidates is not None:
-            return CacheMatch(evicted, candidates)
+            return CacheMatch(candidates, evicted)
     return None
 
 
@@ -122,12 +135,6 @@ def match_entries(old: Tensor, new: Tensor, among: list[list[int]] | None = None
         if not candidates[-1]:
             return None
     return candidates
-
-
-def find_entries(candidates: list[list[int]]) -> IntArray | None:
-    """Return the first candidate of each batch entry; None if it is its own."""
-    entries = np.array([others[0] for others in candidates])
-    return None if (entries == np.arange(len(entries))).all() else entries
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
@@ -295,28 +302,6 @@ class CallRows(NamedTuple):
         return CallRows(query, lse, output, mask, self.is_causal, weights, self.key_offset)
 
 
-class Extension(NamedTuple):
-    """How a call extends the calls before it.
-
-    Args:
-        rows_before: Number of rows that precede its own; rows from there on are replaced.
-        candidates: For each batch entry, the entries of the rows before that it may continue, the likeliest first;
-            None: its own.
-        key: Its keys in use, or values if the layer computed its own softmax; None for cross-attention.
-        evicted: How many of the oldest keys the cache no longer has.
-    """
-
-    rows_before: int
-    candidates: list[list[int]] | None = None
-    key: Tensor | None = None
-    evicted: int = 0
-
-    @property
-    def entries(self) -> IntArray | None:
-        """The batch entry of the rows before that each batch entry continues; None: its own."""
-        return None if self.candidates is None else find_entries(self.candidates)
-
-
 class RowSteps:
     """The steps of one cache that are waiting to be joined.
 
@@ -410,7 +395,9 @@ class JoinedCalls:
         self.before: JoinedCalls | None = None  # calls of the layer that ran before in the same pass
         self._copied_from: JoinedCalls | None = None  # whose first rows these share
         if call.measures is None:
-            call.query_offset = max(0, _count_used_keys(call) - call.query.shape[-2])
+            call.query_offset = max(
+                0, call.compact_mask.count_used_keys(call.shape[-1]) - call.query.shape[-2]
+            )
             self._add_rows(call)
         self._query_offset = call.query_offset
         self._first_edits = call.edits
@@ -467,7 +454,7 @@ class JoinedCalls:
         other = self._last.source_cache
         return call.source_cache is not None and other is not None and call.source_cache is not other
 
-    def find_newest_rows(self, call: Call) -> Extension | None:
+    def find_newest_rows(self, call: Call) -> CacheMatch | None:
         """Return where the newest rows are if they are those of the pass in which another layer was called."""
         last = self._last
         if self.is_cross_attention or last.measures is not None or self._continues_unknown_rows:
@@ -475,9 +462,9 @@ class JoinedCalls:
         if last.query.shape[-2] != call.query.shape[-2] or len(last.query) != len(call.query):
             return None
         waiting = 0 if self._rows is None else len(self._rows.queries)
-        return Extension(last.query_offset + waiting, None if waiting else self._candidates)
+        return CacheMatch(None if waiting else self._candidates, rows_before=last.query_offset + waiting)
 
-    def match(self, call: Call, place: Extension | None = None) -> Extension | None:
+    def match(self, call: Call, place: CacheMatch | None = None) -> CacheMatch | None:
         """Return how a call extends these; None if it is of another cache, or of none."""
         last = self.last
         if not _have_same_settings(last, call):
@@ -491,7 +478,7 @@ class JoinedCalls:
         if self.is_cross_attention or old_keys is None or new_keys is None:
             return None
         # A static cache masks the positions that are not filled yet, so it ends at the last key in use.
-        old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
+        old, new = _take_used(last, old_keys), _take_used(call, new_keys)
         ends = (new_keys, new) if _ends_with_own_keys(call) else (new,)
         pairs = {(a.shape[-2], b.shape[-2]): (a, b) for a, b in product((old_keys, old), ends)}
         for keys in pairs.values():
@@ -500,13 +487,13 @@ class JoinedCalls:
         return None
 
     def _match_cross_attention(
-        self, call: Call, old: Tensor | None, new: Tensor | None, place: Extension | None
-    ) -> Extension | None:
+        self, call: Call, old: Tensor | None, new: Tensor | None, place: CacheMatch | None
+    ) -> CacheMatch | None:
         """Match a call with other queries over the same keys, as a decoder has over those of its encoder."""
         if place is None:
             if call.speculative_mode:
                 return None  # beams share keys, and rows may have been discarded
-            place = Extension(self.num_rows)
+            place = CacheMatch(rows_before=self.num_rows)
         last = self.last
         if self._has_grown or not 0 < place.rows_before <= self.num_rows:
             return None
@@ -531,7 +518,7 @@ class JoinedCalls:
         # In inference mode, a tensor has no version; both calls have a copy of it.
         return a[1] is not None or _have_same_keys(self.last.key, call.key)
 
-    def _match_grown(self, call: Call, old: Tensor, new: Tensor) -> Extension | None:
+    def _match_grown(self, call: Call, old: Tensor, new: Tensor) -> CacheMatch | None:
         """Match a call whose keys `new` extend the keys `old` of the last call."""
         q_len = call.query.shape[-2]
         past = new.shape[-2] - q_len  # keys from before this call
@@ -553,11 +540,11 @@ class JoinedCalls:
         has_holes = old_keys is not None or new_keys is not None
         if has_holes and (evicted or not _agree(old_keys, new_keys, past, entries)):
             return None
-        extension = Extension(kept_rows, match.candidates, new, evicted)
+        extension = match._replace(rows_before=kept_rows, key=new)
         may_be_reordered = entries is not None or call.speculative_mode
         return None if may_be_reordered and self._has_equal_windows(extension) else extension
 
-    def _has_equal_windows(self, extension: Extension) -> bool:
+    def _has_equal_windows(self, extension: CacheMatch) -> bool:
         """Return whether batch entries differ in evicted keys alone, so that their order cannot be known."""
         history, window = self._get_history(extension)
         if history is None or len(window) == 1:
@@ -568,7 +555,7 @@ class JoinedCalls:
             for j in range(i)
         )
 
-    def _get_history(self, extension: Extension) -> tuple[Tensor | None, Tensor]:
+    def _get_history(self, extension: CacheMatch) -> tuple[Tensor | None, Tensor]:
         """Return the keys that a cache will have evicted, None if there are none, and the keys that it has left."""
         old = _get_cached(self.last)
         assert old is not None
@@ -576,14 +563,14 @@ class JoinedCalls:
         history = torch.cat(evicted, -2).detach() if evicted else None
         return history, old[..., extension.evicted :, :].detach()
 
-    def has_history_of(self, other: JoinedCalls, extensions: tuple[Extension, Extension]) -> bool:
+    def has_history_of(self, other: JoinedCalls, extensions: tuple[CacheMatch, CacheMatch]) -> bool:
         """Return whether two caches that a call extends have evicted the same keys."""
         (ours, _), (theirs, _) = self._get_history(extensions[0]), other._get_history(extensions[1])
         if ours is None or theirs is None:
             return ours is theirs
         return ours.shape == theirs.shape and have_same_bits(ours, theirs)
 
-    def extend(self, call: Call, extension: Extension) -> JoinedCalls:
+    def extend(self, call: Call, extension: CacheMatch) -> JoinedCalls:
         """Append a call by what `match` returned; its key, mask and offset are adjusted.
 
         Returns a copy if the call continues from an earlier position, or drops batch entries, and `generate()` did not
@@ -686,7 +673,7 @@ class JoinedCalls:
         old_keys, new_keys = _get_cached(last), _get_cached(call)
         if old_keys is None or new_keys is None:
             return None
-        old, new = old_keys[..., : _count_used_keys(last), :], new_keys[..., : _count_used_keys(call), :]
+        old, new = _take_used(last, old_keys), _take_used(call, new_keys)
         held, past = old.shape[-2], new.shape[-2] - call.query.shape[-2]
         shared = min(held, past)
         if shared <= 0 or not _have_same_keys(old[..., :shared, :], new[..., :shared, :]):
@@ -779,6 +766,37 @@ class JoinedCalls:
         return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)
 
 
+def find_cache(
+    call: Call, groups: list[JoinedCalls], before: JoinedCalls | None
+) -> tuple[JoinedCalls, CacheMatch] | tuple[None, None]:
+    """Find the calls whose cache a call extends, and how."""
+    place = None if before is None else before.find_newest_rows(call)
+    # The latest first, since a layer that several depths share has one cache for each; but first of all those
+    # that were called with the same cache, if the model was given one: windows of two caches may be equal.
+    # Layers that several depths share may attend to the same keys in each: the layer before tells them apart.
+    ordered = sorted(
+        reversed(groups), key=lambda joined: (not joined.has_cache_of(call), not joined.follows(before))
+    )
+    matches = ((joined, match) for joined in ordered if (match := joined.match(call, place)) is not None)
+    whole: list[tuple[JoinedCalls, CacheMatch]] = []
+    cut_back: list[tuple[JoinedCalls, CacheMatch]] = []
+    for joined, match in matches:
+        is_whole = match.rows_before == joined.num_rows
+        (whole if is_whole else cut_back).append((joined, match))
+        if match.key is None and joined.follows(before):
+            return joined, match
+        if is_whole and (joined.has_cache_of(call) or not (match.evicted or joined.key_offset)):
+            return joined, match
+    if not whole and not cut_back:
+        return None, None
+    (joined, extension), *others = whole or cut_back
+    if not joined.has_cache_of(call) and not all(
+        joined.has_history_of(other, (extension, match)) for other, match in others
+    ):
+        return None, None  # they differ in evicted keys alone, so which one it extends is not known
+    return joined, extension
+
+
 def find_cache_fault(groups: list[JoinedCalls], call: Call, number: int) -> CacheFault | None:
     """Find out which of the latest caches a call, by its number, does not extend although it holds its keys."""
     for joined in reversed(groups[-MAX_FAULTY_CACHES:]):
@@ -856,9 +874,9 @@ def _attend_to_same_keys(a: Call, b: Call, entries: IntArray | None = None) -> b
     return bool(same_interval) and _agree(first.visible_keys, other.visible_keys, b.key.shape[-2], entries)
 
 
-def _count_used_keys(call: Call) -> int:
-    """Return the number of keys up to the last one that any row attends to; all keys if none is."""
-    return call.compact_mask.last_key or int(call.key.shape[-2])
+def _take_used(call: Call, keys: Tensor) -> Tensor:
+    """Return the keys, or values, up to the last one that any row of a call attends to."""
+    return keys[..., : call.compact_mask.count_used_keys(call.shape[-1]), :]
 
 
 def _select(edges: Any, entries: IntArray | None) -> Any:

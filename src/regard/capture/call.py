@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,11 @@ class CapturedArgs(NamedTuple):
     edits: CallEdits | None = None
     edited_output: Tensor | None = None
     edited_weights: Tensor | None = None
+
+    @property
+    def resolved_scale(self) -> float:
+        """The scale that was passed, or 1/√head_dim."""
+        return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else float(self.scale)
 
 
 class CallEdits(Protocol):

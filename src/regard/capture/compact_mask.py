@@ -63,9 +63,13 @@ class CompactMask:
     visible_counts: IntArray | None = None
 
     @cached_property
-    def last_key(self) -> int:
+    def _last_stop(self) -> int:
         """End of the last interval, exclusive: no row attends to a key from there on."""
         return int(self.stop.max(initial=0))
+
+    def count_used_keys(self, kv_len: int) -> int:
+        """Return the number of keys up to the last one that any row attends to; all keys if none does."""
+        return min(self._last_stop or kv_len, kv_len)
 
     @cached_property
     def nbytes(self) -> int:
@@ -77,6 +81,11 @@ class CompactMask:
         """The arrays of q_len × kv_len: the dense mask and the array of the bias, as far as there are any."""
         arrays = (self.dense_mask, getattr(self.bias, "array", None))
         return [array for array in arrays if array is not None]
+
+    @property
+    def stored_visible(self) -> Tensor | None:
+        """True where a row attends to a key by the dense mask, or by the array of the bias; None without either."""
+        return next(map(_as_boolean, self.stored_arrays), None)
 
     @property
     def is_intervals(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -349,7 +348,7 @@ def _recognise(
         query=query,
         key=key,
         compact_mask=compact,
-        scale=1.0 / math.sqrt(query.shape[-1]) if args.scale is None else float(args.scale),
+        scale=args.resolved_scale,
         kernel=args.kernel,
         lse=None if args.lse is None else args.lse.detach(),
         softcap=None if args.softcap is None else softcap(args.softcap),
@@ -373,7 +372,7 @@ def _count_missing_values(args: CapturedArgs, q_len: int, kv_len: int, compact: 
         return 0
     if value.shape[-2] < kv_len:
         return min(q_len, kv_len - int(value.shape[-2]))
-    used = compact.last_key or kv_len
+    used = compact.count_used_keys(kv_len)
     own = value.detach()[..., max(0, used - q_len) : used, :]
     return 0 if bool(own.any()) else q_len
 

@@ -446,10 +446,6 @@ def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         module, spec = find_running_module(), matrix._spec
         if module is None or not isinstance(spec.query, torch.Tensor):
             return result
-        obstacle = find_obstacle(query, key)
-        if obstacle is not None:
-            report_uncaptured(module, *obstacle)
-            return result
         mask, mods = spec.mask, spec.score_mods
         if any(not isinstance(mod, SoftcapMod) for mod in mods) or len(mods) > 1:
             report_uncaptured(

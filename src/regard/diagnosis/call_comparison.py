@@ -605,7 +605,7 @@ def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | N
     """Compare mask and bias entry by entry; None if they agree in the rows that count."""
     pairs = max(1, int(np.prod(a.shape[:-2])))
     count = max(1, min(q_len, MAX_ENTRIES // max(1, pairs * kv_len)))
-    rows = np.unique(np.linspace(0, max(0, q_len - 1), count).round().astype(int)).tolist() if q_len else []
+    rows = sample_rows(q_len, count)
     first, second = (_read_bias(call, rows, kv_len) for call in (a, b))
     if not first.numel() or first.shape[1:] != second.shape[1:]:
         return None
@@ -724,7 +724,7 @@ def _compare_sinks(a: Call, b: Call) -> Finding | None:
         return Finding("sinks", "error", f"{name} does not use the sinks.", hint=hint)
     if a.sink is None or b.sink is None:
         return None
-    first, second = (call.sink.float().cpu().expand(call.shape[:-2]) for call in (a, b))
+    first, second = a.sink.float().cpu().squeeze(), b.sink.float().cpu().squeeze()
     if first.shape == second.shape and torch.allclose(first, second, rtol=2e-2, atol=2e-2):
         return None
     return Finding("sinks", "error", "The sinks differ.", hint="Compare the sinks of the two checkpoints.")
@@ -736,9 +736,9 @@ MAX_ROWS = 64
 WEIGHT_FACTOR = 4
 
 
-def sample_rows(q_len: int) -> list[int]:
-    """Return at most MAX_ROWS rows, evenly spaced."""
-    rows = np.linspace(0, q_len - 1, min(q_len, MAX_ROWS)).round().astype(int)
+def sample_rows(q_len: int, count: int = MAX_ROWS) -> list[int]:
+    """Return at most `count` rows, evenly spaced."""
+    rows = np.linspace(0, q_len - 1, min(q_len, count)).round().astype(int)
     return [int(row) for row in np.unique(rows)]
 
 

@@ -129,9 +129,9 @@ def _examine(exam: Examination, tokens: Any, recording: Recording | None) -> Fin
         reason = "the output is not finite"
         checks = [CheckRun("NaN or inf"), *(CheckRun(check.name, reason) for check in EXPERIMENTS)]
         return Findings(found, f"{diagnosed.scope} by {_count_passes(subject)}", checks)
-    has_causal_layer = any(layer.causal for layer in exam.recording._checked_layers(exam.stated))
+    has_causal_layer = any(layer.causal for layer in exam.recording._checked_layers(exam.stated_causal))
     exam.causal, how = _infer_causal(exam, has_causal_layer)
-    if exam.stated is None and exam.causal != has_causal_layer:
+    if exam.stated_causal is None and exam.causal != has_causal_layer:
         diagnosed = exam.diagnose(exam.recording, tokens, attention_mask, exam.causal)
     exam.findings += diagnosed
     exam.run_probe()
@@ -150,19 +150,19 @@ def _record(exam: Examination, recording: Recording | None) -> Origin | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", EmptyRecordingWarning)  # `diagnose` reports it
             with watched as exam.recording:
-                exam.first = exam.subject.run_inputs()
+                exam.user_output = exam.subject.run_inputs()
     except NotCapturedError:
         pass  # `diagnose` reports it
     finally:
         for handle in handles:
             handle.remove()
-    return None if bool(exam.first.isfinite().all()) else trace.find_not_finite()
+    return None if bool(exam.user_output.isfinite().all()) else trace.find_not_finite()
 
 
 def _infer_causal(exam: Examination, has_causal_layer: bool) -> tuple[bool, str]:
     """Decide whether the model should be causal, and say how."""
-    if exam.stated is not None:
-        return exam.stated, "as stated"
+    if exam.stated_causal is not None:
+        return exam.stated_causal, "as stated"
     if has_causal_layer:
         return True, "inferred"
     if exam.subject.declares_bidirectional:

@@ -67,14 +67,14 @@ class Examination:
     """
 
     def __init__(self, subject: Subject, causal: bool | None) -> None:
-        self.subject, self.stated = subject, causal
+        self.subject, self.stated_causal = subject, causal
         self.causal = bool(causal)
         self.findings: list[Finding] = []
         self.recording = Recording()
-        self.first: Tensor = None  # the output of the user's inputs
+        self.user_output: Tensor = None  # the output of the user's inputs
         # Two short sequences, (2, n); output and calls of the first. `no_probe` says why there are none.
-        self.both: Tensor = None
-        self.base: Tensor = None
+        self.probe_tokens: Tensor = None
+        self.probe_output: Tensor = None
         self.calls: list[LoggedCall] = []
         self.no_probe = "the inputs have no token ids"
         self.with_positions = False
@@ -83,7 +83,7 @@ class Examination:
         self, recording: Recording, tokens: Any = None, attention_mask: Any = None, causal: bool | None = None
     ) -> Findings:
         """Run `Recording.diagnose`, without tokens and mask if they do not fit."""
-        causal = self.stated if causal is None else causal
+        causal = self.stated_causal if causal is None else causal
         try:
             return recording.diagnose(tokens, attention_mask, causal)
         except RegardError:  # the mask is that of another part of the model, or the tokens are
@@ -96,10 +96,10 @@ class Examination:
             return
         for keeps_inputs, keeps_length in ((False, False), (True, False), (True, True)):
             subject.keeps_inputs, subject.keeps_length = keeps_inputs, keeps_length
-            self.both = subject.probe_tokens()
+            self.probe_tokens = subject.probe_tokens()
             try:
                 with log_calls(subject.model, modules=True) as log:
-                    self.base = subject.run(self.tokens)
+                    self.probe_output = subject.run(self.tokens)
                 self.calls, self.no_probe = log.calls, ""
                 break
             except Exception as error:  # the model does not run on text alone, or on texts of this length
@@ -114,7 +114,7 @@ class Examination:
     @property
     def tokens(self) -> Tensor:
         """The tokens of the probe, (1, n)."""
-        return self.both[:1]
+        return self.probe_tokens[:1]
 
     @property
     def positions(self) -> Tensor:
@@ -124,17 +124,17 @@ class Examination:
     @cached_property
     def tolerance(self) -> float:
         """The relative difference from the probe's output that is rounding."""
-        return tolerance_of(self.base)
+        return tolerance_of(self.probe_output)
 
     def compare(self, tokens: Tensor = None, positions: Tensor = None) -> Tensor:
         """Run changed tokens or positions, and return the relative difference of each token, (1, n)."""
         output = self.subject.run(self.tokens if tokens is None else tokens, positions=positions)
-        return relative_difference(output, self.base)
+        return relative_difference(output, self.probe_output)
 
     @property
     def has_token_outputs(self) -> bool:
         """Whether the output has a vector for each token."""
-        return bool(self.base.ndim > 2 and self.base.shape[1] == self.tokens.shape[1])
+        return bool(self.probe_output.ndim > 2 and self.probe_output.shape[1] == self.tokens.shape[1])
 
     @property
     def has_table(self) -> bool:
@@ -175,7 +175,7 @@ def format_error(error: Exception) -> str:
 
 def check_repeated(exam: Examination) -> Finding | None:
     """Run the inputs again: the output must be the same. If it changes, find out whether keys were left behind."""
-    subject, first = exam.subject, exam.first
+    subject, first = exam.subject, exam.user_output
     with log_calls(subject.model) as log:
         again = subject.run_inputs()
         module, where = "", dict[str, Any]()
@@ -247,7 +247,7 @@ def check_cross_states(exam: Examination) -> Finding | None:
 
 def check_batch(exam: Examination) -> Finding | None:
     """Change the second entry of a batch: the output of the first must not change."""
-    subject, both = exam.subject, exam.both
+    subject, both = exam.subject, exam.probe_tokens
 
     def run(change: bool) -> Tensor:
         if both is None:
@@ -280,7 +280,7 @@ def check_future_token(exam: Examination) -> Finding | None:
         return None
     affected = (difference > exam.tolerance).any(0).nonzero().flatten().tolist()
     message = "Changing the last token changes outputs before it, so the future leaks into the past."
-    if exam.stated is None:
+    if exam.stated_causal is None:
         message += " The model was taken for causal; if it is not, say so with causal=False."
     evidence = {"largest relative change": float(difference.amax()), "tokens": tokens.shape[1]}
     hint = "If no layer attends to later tokens, look at what mixes tokens outside the attention: a reshape without "
@@ -360,10 +360,10 @@ def check_turns(exam: Examination) -> list[Finding]:
 
 def _make_padded(exam: Examination, side: str) -> tuple[Tensor, Tensor]:
     """Pad the second of the two sequences; return tokens and attention mask, (2, n)."""
-    mask = torch.ones_like(exam.both)
+    mask = torch.ones_like(exam.probe_tokens)
     mask[1, slice(PADDING) if side == "left" else slice(-PADDING, None)] = 0
-    padded = torch.where(mask == 1, exam.both, exam.subject.find_padding_id())
-    padded[1, mask[1] == 1] = exam.both[1, :-PADDING]  # it keeps its first tokens, on whichever side
+    padded = torch.where(mask == 1, exam.probe_tokens, exam.subject.find_padding_id())
+    padded[1, mask[1] == 1] = exam.probe_tokens[1, :-PADDING]  # it keeps its first tokens, on whichever side
     return padded, mask
 
 
@@ -384,11 +384,11 @@ def check_padded(exam: Examination, side: str) -> list[Finding]:
     padded, mask = _make_padded(exam, side)
     with log_calls(subject.model) as log:
         subject.run(padded, mask)
-    recording = Recording()
+    recording = Recording()  # without lookups of positions, which may count padding on purpose
     for logged in log.calls:
         recording._add(logged.call)
     recording._module_hints.causal = log.recording._module_hints.causal
-    causal = exam.stated if exam.stated is not None else exam.causal or None
+    causal = exam.stated_causal if exam.stated_causal is not None else exam.causal or None
     causes = exam.diagnose(recording, None, mask, causal).by_severity("error") if len(recording) else []
     return list(causes) or [found]
 
@@ -397,7 +397,7 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
     """Run a padded text in a batch and alone: the outputs of its tokens must be the same."""
     subject, with_positions = exam.subject, exam.with_positions
     padded, mask = _make_padded(exam, side)
-    text, is_token = exam.both[1:, :-PADDING], mask[1] == 1
+    text, is_token = exam.probe_tokens[1:, :-PADDING], mask[1] == 1
     # Shifting all positions changes nothing, as padding on the left does to positions that count it.
     shifts = any(finding.kind == "positions are not relative" for finding in exam.findings)
     is_relative = not exam.has_table and not shifts
@@ -435,7 +435,9 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
         with subject.trace() as trace:
             (subject.run_source if subject.is_encoder_decoder else subject.run)(padded, mask)
         origin = trace.find_not_finite()
-        message = f"The output of a text padded on the {side} has NaN or inf, and that of the text alone has none."
+        message = (
+            f"The output of a text padded on the {side} has NaN or inf, and that of the text alone has none."
+        )
         evidence |= {} if origin is None else {"begins": origin.describe()}
         hint = "Rows of padding may attend to no key, so mask with a number that is finite in the softmax's dtype; "
         hint += "the lowest of float64 is −inf in float32. Or use F.scaled_dot_product_attention."
@@ -479,7 +481,7 @@ def choose_sizes(num_tokens: int) -> list[tuple[int, ...]]:
 def check_cached(exam: Examination, chunks: bool) -> list[Finding]:
     """Run the probe in pieces with a cache; if the outputs differ, find out which calls do."""
     sizes = choose_sizes(exam.tokens.shape[1])[chunks]
-    error, base = None, exam.base
+    error, base = None, exam.probe_output
     with log_calls(exam.subject.model) as log:
         try:
             output = exam.subject.run_cached(exam.tokens, sizes)
@@ -830,7 +832,7 @@ def check_silent_norms(exam: Examination) -> list[Finding]:
     """Change the weights of norms that were not called, run again, and compare the outputs bit for bit."""
     silent = find_silent_norms(exam.calls)
     with _changed(list(silent.values())):
-        if not torch.equal(exam.subject.run(exam.tokens), exam.base):
+        if not torch.equal(exam.subject.run(exam.tokens), exam.probe_output):
             return []  # the model reads some of them without calling the module
     findings = []
     for logged in {logged.module: logged for logged in exam.calls}.values():
@@ -928,19 +930,19 @@ def _lacks_long_tables(exam: Examination) -> str:
 def _lacks_outputs(exam: Examination) -> str:
     if exam.no_probe or exam.has_token_outputs:
         return exam.no_probe
-    return f"the output has the shape {tuple(exam.base.shape)}, and no vector for each token"
+    return f"the output has the shape {tuple(exam.probe_output.shape)}, and no vector for each token"
 
 
 def _lacks_batch(exam: Examination) -> str:
     inputs = [value for value in exam.subject.inputs.values() if isinstance(value, torch.Tensor)]
-    output, batch = exam.base, 1
-    if exam.both is None:
+    output, batch = exam.probe_output, 1
+    if exam.probe_tokens is None:
         if not inputs or not inputs[0].ndim:
             return "the inputs have no tensor with an axis for the batch"
         modules = exam.subject.model.modules()
         if inputs[0].ndim < 4 and any(getattr(module, "batch_first", True) is False for module in modules):
             return "batch_first is False, so it is not known which axis of the inputs is the batch"
-        output, batch = exam.first, len(inputs[0])
+        output, batch = exam.user_output, len(inputs[0])
     elif exam.no_probe:
         return exam.no_probe
     shape = tuple(output.shape)

@@ -21,7 +21,7 @@ from regard.engines.torch_precision import widen
 from regard.errors import ArgumentError, ArgumentTypeError, NotCapturedError, describe_argument
 from regard.findings import Finding, Severity
 from regard.lens.watch import Watch
-from regard.models.loaded_model import find_token_embedding
+from regard.models.loaded_model import find_token_embedding, list_position_limits
 
 Tensor = Any  # the types of torch are not followed
 
@@ -182,9 +182,7 @@ class Subject:
 
     def find_max_positions(self, limit: int) -> int:
         """Return the number of positions of the model, by its configuration or its tables; at most `limit`."""
-        config = getattr(self.config, "text_config", None) or self.config
-        names = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx")
-        limits = [getattr(config, name, None) for name in names]
+        limits = list_position_limits(self.config)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Embedding) and ("position" in name or name.rpartition(".")[2] == "wpe"):
                 offset = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts

@@ -282,7 +282,7 @@ class SequencePositions:
     def locate(self, call: Call) -> Placement:
         """Return where a call is, and remember it."""
         *_, q_len, kv_len = call.shape
-        used = min(call.compact_mask.last_key or kv_len, kv_len)
+        used = call.compact_mask.count_used_keys(kv_len)
         call.query_offset = max(0, used - q_len)
         if TokenRows.from_call(call).query_offset is None:
             return Placement(call.shape, self._count_rows_before(call), 0, True)

@@ -222,14 +222,18 @@ def strip_word_mark(token: Any) -> str:
     return text.lstrip("".join(_WORD_MARKS)) or text
 
 
-def require_weights(call: Call, operation: str) -> None:
+def require_weights(
+    call: Call,
+    operation: str,
+    hint: str = "Measures do not contain individual weights: call regard.watch without measures.",
+) -> None:
     """Check that a call has query and key."""
     if call.query is None:
         raise ArgumentError(
             operation,
             received=f"{call.name!r}, which was recorded with measures only",
             expected="a recording of queries and keys",
-            hint="Measures do not contain individual weights: call regard.watch without measures.",
+            hint=hint,
         )
 
 

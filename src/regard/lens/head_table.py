@@ -10,8 +10,7 @@ import numpy as np
 
 from regard.capture.call import Call, LayerCall
 from regard.capture.output_projections import OutputProjections
-from regard.errors import ArgumentError
-from regard.lens.find import compute_output_norms
+from regard.lens.find import as_numpy, compute_output_norms, require_weights
 from regard.lens.table import Table
 from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.lens.weight_measures import DistanceBands, ReceivedFrom, TokenCopies, WeightAt
@@ -43,14 +42,8 @@ def build_head_table(
         for entry in layer_calls
     ]
     for (layer, module, index, call), lengths_added in zip(layer_calls, norms, strict=True):
-        if call.query is None:
-            raise ArgumentError(
-                "recording.heads",
-                received=f"{module!r}, which was recorded with measures only",
-                expected="a recording of queries and keys",
-                hint=f"The results are recording.calls({module!r})[0].measures. Or call regard.watch without measures, "
-                "with dtype=torch.bfloat16 to save memory.",
-            )
+        hint = f"The results are recording.calls({module!r})[0].measures. Or call regard.watch without measures, "
+        require_weights(call, "recording.heads", f"{hint}with dtype=torch.bfloat16 to save memory.")
         *lead, _, kv_len = call.shape
         lengths.add(kv_len)
         own = None if token_lists is None else fit_tokens(token_lists, math.prod(lead[:-1]), kv_len)
@@ -172,5 +165,5 @@ def heavy_hitter_share(received: Any, token_rows: TokenRows) -> Any:
 
 def as_numpy_per_head(array: Any) -> Any:
     """Return a result as float64 NumPy, with an axis of heads."""
-    array = array.detach().cpu().double().numpy() if hasattr(array, "detach") else np.asarray(array)
+    array = as_numpy(array) if hasattr(array, "detach") else np.asarray(array)
     return array[None] if array.ndim == 1 else array

@@ -16,6 +16,7 @@ from regard.capture.call import Call
 from regard.capture.module_hints import ImageRuns, ModuleHints, ModuleSettings
 from regard.families import UNSCALED_LAYERS
 from regard.findings import Finding, Severity
+from regard.lens.find import as_numpy
 from regard.lens.token_rows import TokenRows, find_visible
 from regard.lens.weight_measures import DistanceBands, WeightAt
 from regard.masks import dense
@@ -118,12 +119,8 @@ class CheckedLayer:
     def attends_beyond(self) -> Any:
         """Rows that attend to a key past `allowed_stop`, (batch or 1, heads or 1, q_len)."""
         mask = self.call.compact_mask
-        if not mask.stored_arrays:
+        if (visible := mask.stored_visible) is None:
             return self.intervals[1] > self.allowed_stop
-        visible = mask.dense_mask
-        if visible is None:
-            bias = mask.stored_arrays[0]
-            visible = bias > float(torch.finfo(bias.dtype).min)
         keys = torch.arange(self.shape[3], device=visible.device)
         last = torch.where(visible, keys, -1).amax(-1).cpu().numpy()
         return as_batch_heads(last) >= self.allowed_stop
@@ -131,7 +128,7 @@ class CheckedLayer:
     def flatten_batch(self, result: Any) -> Any:
         """Return a result (…, heads, n) as float64 NumPy, (batch, heads, n)."""
         batch, heads, *_ = self.shape
-        return result.detach().cpu().double().numpy().reshape(batch, heads, -1)
+        return as_numpy(result).reshape(batch, heads, -1)
 
     def build_finding(
         self,
@@ -668,7 +665,7 @@ def _sample_scores(layer: CheckedLayer) -> tuple[Any, Any]:
     if not len(tokens):
         return np.zeros(heads), np.zeros(heads)
     rows = tokens[np.unique(np.linspace(0, len(tokens) - 1, SAMPLED_ROWS).astype(int))]
-    scores = layer.call.matrix.scores[..., rows, :].detach().cpu().double().numpy()
+    scores = as_numpy(layer.call.matrix.scores[..., rows, :])
     scores = scores.reshape(*layer.shape[:2], -1).swapaxes(0, 1).reshape(heads, -1)
     live = np.isfinite(scores) & (np.abs(scores) < 1e30)
     count = np.maximum(live.sum(1), 1)

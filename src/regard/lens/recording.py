@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from regard.capture.cache_store import CacheFault, Extension, JoinedCalls, find_cache_fault
+from regard.capture.cache_store import CacheFault, JoinedCalls, find_cache, find_cache_fault
 from regard.capture.call import Call, LayerCall
 from regard.capture.module_hints import ModuleHints
 from regard.capture.module_trace import ModuleTrace
@@ -164,7 +164,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             before = latest.get(self._preceding.setdefault(call.name, next(reversed(latest), "")))
             known, extension = None, None
             if call.measures is None:
-                known, extension = self._find_cache(call, groups, before)
+                known, extension = find_cache(call, groups, before)
             if known is not None and extension is not None:
                 joined = known.extend(call, extension)
                 if call.num_missing_values and not joined.is_cross_attention:
@@ -181,36 +181,6 @@ class Recording(Mapping[str, AttentionMatrix]):
             joined.before = before
             latest[call.name] = joined
             return joined if joined is known is groups[-1] else None
-
-    def _find_cache(
-        self, call: Call, groups: list[JoinedCalls], before: JoinedCalls | None
-    ) -> tuple[JoinedCalls, Extension] | tuple[None, None]:
-        """Find the calls whose cache a call extends, and how."""
-        place = None if before is None else before.find_newest_rows(call)
-        # The latest first, since a layer that several depths share has one cache for each; but first of all those
-        # that were called with the same cache, if the model was given one: windows of two caches may be equal.
-        # Layers that several depths share may attend to the same keys in each: the layer before tells them apart.
-        ordered = sorted(
-            reversed(groups), key=lambda joined: (not joined.has_cache_of(call), not joined.follows(before))
-        )
-        matches = ((joined, match) for joined in ordered if (match := joined.match(call, place)) is not None)
-        whole: list[tuple[JoinedCalls, Extension]] = []
-        cut_back: list[tuple[JoinedCalls, Extension]] = []
-        for joined, match in matches:
-            is_whole = match.rows_before == joined.num_rows
-            (whole if is_whole else cut_back).append((joined, match))
-            if match.key is None and joined.follows(before):
-                return joined, match
-            if is_whole and (joined.has_cache_of(call) or not (match.evicted or joined.key_offset)):
-                return joined, match
-        if not whole and not cut_back:
-            return None, None
-        (joined, extension), *others = whole or cut_back
-        if not joined.has_cache_of(call) and not all(
-            joined.has_history_of(other, (extension, match)) for other, match in others
-        ):
-            return None, None  # they differ in evicted keys alone, so which one it extends is not known
-        return joined, extension
 
     def _count_weights(self, call: Call, limit: int) -> Uncaptured | None:
         """Count the bytes of weights that a call holds; say why it cannot be recorded if they exceed the limit."""

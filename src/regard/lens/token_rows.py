@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from regard.capture.call import Call
 from regard.capture.compact_mask import CompactMask
@@ -92,11 +91,7 @@ def find_visible(mask: CompactMask, q_len: int, kv_len: int) -> tuple[Any, Any]:
     """Find the rows that attend to some key, (…, q_len), and the keys that some row attends to, (…, kv_len)."""
     if not q_len or not kv_len:
         return np.zeros(q_len, bool), np.zeros(kv_len, bool)
-    bias = getattr(mask.bias, "array", None)
-    visible = mask.dense_mask
-    if visible is None and bias is not None:
-        visible = bias > float(torch.finfo(bias.dtype).min)
-    if visible is not None:
+    if (visible := mask.stored_visible) is not None:
         rows, keys = visible.any(-1).cpu().numpy(), visible.any(-2).cpu().numpy()
         return np.broadcast_to(rows, (*rows.shape[:-1], q_len)), np.broadcast_to(
             keys, (*keys.shape[:-1], kv_len)

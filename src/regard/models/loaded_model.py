@@ -184,10 +184,7 @@ class LoadedModel:
     @property
     def max_positions(self) -> int:
         """The number of positions by the configuration of model and tokenizer; `sys.maxsize` if none is given."""
-        config = getattr(self.model, "config", None)
-        config = getattr(config, "text_config", None) or config  # of a model that reads images, too
-        names = ("max_position_embeddings", "n_positions", "max_target_positions")
-        limits = [getattr(config, name, None) for name in names]
+        limits = list_position_limits(getattr(self.model, "config", None))
         limits.append(getattr(self.text_tokenizer, "model_max_length", None))
         return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=sys.maxsize)
 
@@ -196,6 +193,13 @@ class LoadedModel:
         """The number of rows of the model's token embedding; None without one."""
         embedding = find_token_embedding(self.model)
         return None if embedding is None else embedding.num_embeddings
+
+
+def list_position_limits(config: Any) -> list[Any]:
+    """List what a configuration states as the number of positions, None where it states none."""
+    config = getattr(config, "text_config", None) or config  # of a model that reads images, too
+    names = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx")
+    return [getattr(config, name, None) for name in names]
 
 
 def find_token_embedding(model: Any) -> Any:

@@ -224,7 +224,7 @@ class AttentionWeights:
             dim: The axis. If its size is not 1, nothing changes.
         """
         if dim is not None and dim % self.ndim >= self.ndim - 2:
-            self._refuse("squeeze", "Index the queries or keys instead: weights[..., 0, :].")
+            self._raise_for("squeeze", "Index the queries or keys instead: weights[..., 0, :].")
         leading = range(self.ndim - 2)
         dims = [
             axis for axis in leading if self.shape[axis] == 1 and (dim is None or axis == dim % self.ndim)
@@ -291,7 +291,9 @@ class AttentionWeights:
         count = math.prod(self.shape[axis] for axis in dims)
         if not tokens:
             if keepdim:
-                self._refuse("keepdim=True", "Leave it out: the result then has fewer axes, and stays lazy.")
+                self._raise_for(
+                    "keepdim=True", "Leave it out: the result then has fewer axes, and stays lazy."
+                )
             kept = [axis for axis in range(len(self._source.shape)) if axis not in self._averaged]
             averaged = tuple(sorted((*self._averaged, *(kept[axis] for axis in dims))))
             return weights._replace(averaged=averaged, factor=self._factor * (1 if is_mean else count))
@@ -357,7 +359,7 @@ class AttentionWeights:
             A named tuple of `values` and `indices`, each (…, q_len, k).
         """
         if not largest or self._resolve_token_axis("topk", dim) != -1:
-            self._refuse("topk", "Call topk(k) for the largest weights of each row.")
+            self._raise_for("topk", "Call topk(k) for the largest weights of each row.")
         if not self._averaged and self._factor > 0:
             values, indices = self._matrix.topk(k)
             values = values * self._factor
@@ -399,14 +401,14 @@ class AttentionWeights:
     def _resolve_token_axis(self, operation: str, dim: int) -> int:
         axis, *others = resolve_dims(dim, self.ndim, operation)
         if others:
-            self._refuse(
+            self._raise_for(
                 f"weights.{operation}(dim={dim})", "Pass one axis: −1 for each row, −2 for each column."
             )
         if axis < self.ndim - 2:
             hint = (
                 f"Over heads it has as many numbers as the matrix: weights.to_dense().{operation}(dim={dim})."
             )
-            self._refuse(f"weights.{operation}(dim={dim})", hint)
+            self._raise_for(f"weights.{operation}(dim={dim})", hint)
         return axis - self.ndim
 
     # Arithmetic with numbers
@@ -421,7 +423,9 @@ class AttentionWeights:
             isinstance(number, torch.Tensor | np.ndarray) and number.ndim == 0
         )
         if not is_number:
-            self._refuse("weights * other", "Multiply what you read of them: weights[0, head, row] * other.")
+            self._raise_for(
+                "weights * other", "Multiply what you read of them: weights[0, head, row] * other."
+            )
         return self._replace(factor=self._factor * float(number))
 
     def __truediv__(self, number: Any) -> AttentionWeights:
@@ -449,27 +453,27 @@ class AttentionWeights:
             if isinstance(args[0], cls):
                 return getattr(args[0], name)(*args[1:], **kwargs)
         weights = next(_find_weights((args, kwargs)))
-        return weights._refuse(f"torch.{name}", _DENSE_HINT)
+        return weights._raise_for(f"torch.{name}", _DENSE_HINT)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Refuse to convert to an array."""
-        self._refuse("numpy.asarray(weights)", "Store the matrix first: weights.to_dense().numpy().")
+        self._raise_for("numpy.asarray(weights)", "Store the matrix first: weights.to_dense().numpy().")
 
     def numpy(self) -> NoReturn:
         """Refuse to convert to an array."""
-        self._refuse("weights.numpy", "Store the matrix first: weights.to_dense().numpy().")
+        self._raise_for("weights.numpy", "Store the matrix first: weights.to_dense().numpy().")
 
-    def _refuse_arithmetic(self, other: Any) -> NoReturn:
-        self._refuse("arithmetic with weights", "Store the matrix first: weights.to_dense().")
+    def _raise_for_arithmetic(self, other: Any) -> NoReturn:
+        self._raise_for("arithmetic with weights", "Store the matrix first: weights.to_dense().")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __matmul__ = __rmatmul__ = __pow__ = _refuse_arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
+    __add__ = __radd__ = __sub__ = __rsub__ = __matmul__ = __rmatmul__ = __pow__ = _raise_for_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = _raise_for_arithmetic
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         """Return whether both are the same object; refuse to compare each weight with a number or an array."""
         if isinstance(other, int | float | np.number | np.ndarray | torch.Tensor):
-            self._refuse_arithmetic(other)
+            self._raise_for_arithmetic(other)
         return self is other
 
     def __getattr__(self, name: str) -> Any:
@@ -481,7 +485,7 @@ class AttentionWeights:
             f"{self.nbytes:,} bytes, or read fewer weights: weights[0, head, row]."
         )
 
-    def _refuse(self, operation: str, hint: str) -> NoReturn:
+    def _raise_for(self, operation: str, hint: str) -> NoReturn:
         raise ArgumentTypeError(
             operation,
             received=f"lazy weights of shape {tuple(self.shape)}, which would take {self.nbytes:,} bytes",

@@ -107,7 +107,7 @@ class UnrecordedWeights:
 
     to = cpu = cuda = detach = clone = float = half = double = bfloat16 = _keep
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def _raise_not_chosen(self, *_: Any, **__: Any) -> Any:
         raise NotCapturedError(
             "outputs.attentions",
             received="a layer that was not chosen",
@@ -115,18 +115,18 @@ class UnrecordedWeights:
             hint="Choose it as well, or call choose_layers(model) for all, and run the model again.",
         )
 
-    __getitem__ = __len__ = __iter__ = __bool__ = __array__ = _refuse
-    __mul__ = __rmul__ = __truediv__ = __add__ = __radd__ = __sub__ = __matmul__ = _refuse
+    __getitem__ = __len__ = __iter__ = __bool__ = __array__ = _raise_not_chosen
+    __mul__ = __rmul__ = __truediv__ = __add__ = __radd__ = __sub__ = __matmul__ = _raise_not_chosen
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse functions of torch, such as `torch.stack`."""
-        return cls()._refuse()
+        return cls()._raise_not_chosen()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"'UnrecordedWeights' object has no attribute {name!r}")
-        return self._refuse()
+        return self._raise_not_chosen()
 
     def __repr__(self) -> str:
         return "UnrecordedWeights()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import deque
@@ -81,7 +80,7 @@ class RecordedCall:
             query=args.query,
             key=args.key,
             compact_mask=self.compact_mask or recognise_call_mask(args, self.kv_len),
-            scale=1.0 / math.sqrt(args.query.shape[-1]) if args.scale is None else float(args.scale),
+            scale=args.resolved_scale,
             kernel=args.kernel,
             softcap=None if args.softcap is None else softcap(args.softcap),
             sink=args.sink,
