@@ -722,12 +722,13 @@ class AttentionMatrix:
         part = self._select(resolved)
         problem, columns = part.problem, positions[-1]
         all_columns = np.array_equal(columns, np.arange(self.shape[-1]))
-        if weights and (all_columns or problem.engine.requires_grad(problem)):
+        if weights and all_columns:
             # Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits.
             (block,), _ = run_block_loop(problem, [DenseWeights()])
-            block = block if all_columns else block[..., columns]
         elif weights and (
-            self.problem.has_large_scores or not part._require_stats().is_small(problem.engine.xp)
+            problem.engine.requires_grad(problem)
+            or self.problem.has_large_scores
+            or not part._require_stats().is_small(problem.engine.xp)
         ):
             # One entry computed on its own is rounded differently from the sum of its row.
             (block,), _ = run_block_loop(problem, [SelectedWeights(columns)])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from regard.engines.compensated import resolve_sums
@@ -54,10 +55,11 @@ def differentiate(problem: Problem, measures: Sequence[Any], bands: Sequence[Int
                     take_range(positions, int(tile_range[0]), int(tile_range[-1]) + 1)
                     for tile_range in (band, columns)
                 )
-                band_states = [
-                    measure.step(state, weights, tile, q_idx, kv_idx, xp)
-                    for measure, state in zip(bound, band_states, strict=True)
-                ]
+                with _CopiedStates(band_states):
+                    band_states = [
+                        measure.step(state, weights, tile, q_idx, kv_idx, xp)
+                        for measure, state in zip(bound, band_states, strict=True)
+                    ]
             return band_states
 
     for band in bands:
@@ -66,6 +68,31 @@ def differentiate(problem: Problem, measures: Sequence[Any], bands: Sequence[Int
     results = [measure.finish(resolve_sums(state)) for measure, state in zip(bound, states, strict=True)]
     # Where every row is empty, nothing was computed from the inputs: their gradient is zero, not missing.
     return results if has_blocks else [_add_to_graph(result, inputs) for result in results]
+
+
+class _CopiedStates(TorchFunctionMode):  # type: ignore[misc]  # torch's types are not checked
+    """Let functions read copies of states, which steps change in place: a checkpoint does not notice such a change."""
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        super().__init__()
+        parts = [part for state in states for part in (state if isinstance(state, tuple) else (state,))]
+        tensors = (part for part in parts if isinstance(part, torch.Tensor))
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name not in ("__get__", "__getitem__", "__setitem__"):
+            is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+            args = (*args[:is_in_place], *map(self._copy, args[is_in_place:]))
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return type(argument)(map(self._copy, argument))
+        is_state = (
+            isinstance(argument, torch.Tensor) and argument.untyped_storage().data_ptr() in self._storages
+        )
+        return argument.clone() if is_state else argument
 
 
 def _list_inputs(problem: Problem, measures: Sequence[Any]) -> list[Tensor]:

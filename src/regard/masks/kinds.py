@@ -50,6 +50,8 @@ def as_int_parameter(values: int | Array, operation: str, minimum: int | None) -
             expected="whole numbers" + ("" if minimum is None else f", {minimum} or more"),
             hint="Number the documents: 0, 1, 2, …" if minimum is None else "Sizes and lengths count tokens.",
         )
+    if minimum is not None:
+        array = np.minimum(array, 1 << 62)  # no sequence is longer, and positions can be added to it
     return IntParameter(array.astype(np.int64))
 
 

@@ -486,3 +486,54 @@ def test_dense_masks_of_numpy_and_torch_are_equal():
     allowed = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) < 0.5
     same = attention(query, key, mask=dense(allowed.numpy())) @ value
     assert torch.equal(attention(query, key, mask=dense(allowed)) @ value, same)
+
+
+# -- Gradients of measures that change their state in place ----------------------------------------------
+
+
+class LargestProduct(regard.Measure):
+    """A measure of one's own that reads and writes its state in one line: the largest weight · score of each row."""
+
+    def init(self, shape, xp):
+        return xp.full(shape[:2], -xp.inf)
+
+    def step(self, state, weights, scores, q_idx, kv_idx, xp):
+        state[:, q_idx] = xp.maximum(state[:, q_idx], xp.max(weights * scores, axis=-1))
+        return state
+
+    def merge(self, a, b):
+        return torch.maximum(a, b)
+
+
+def compute_spread(scores):
+    weights, at = scores.softmax(-1), torch.arange(scores.shape[-1], dtype=scores.dtype)
+    mean = (weights * at).sum(-1, keepdim=True)
+    return (weights * (at - mean) ** 2).sum(-1).sqrt()
+
+
+IN_PLACE = {
+    "max_score": (regard.MaxScore(), lambda scores: scores.amax(-1)),
+    "received": (regard.Received(), lambda scores: scores.softmax(-1).sum(-2)),
+    "spread": (regard.Spread(align="lower_right"), compute_spread),
+    "coarse": (regard.Coarse((2, 2), "max"), lambda scores: scores.softmax(-1)[:, :10, :14].amax((1, 2))),
+    "entropy": (regard.Entropy(), lambda scores: torch.special.entr(scores.softmax(-1)).sum(-1)),
+    "own": (LargestProduct(), lambda scores: (scores * scores.softmax(-1)).amax(-1)),
+}
+
+
+@use_tile_sizes(rows=6, columns=8)
+@pytest.mark.parametrize("others", ["alone", "before others", "after others"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_gradients_of_measures_that_change_their_state_in_place(name, others):
+    rng = torch.Generator().manual_seed(3)
+    query, key = (torch.randn(2, n, 4, dtype=torch.float64, generator=rng) for n in (20, 28))
+    query.requires_grad_()
+    names = [other for other in IN_PLACE if other != name]
+    names = {"alone": [name], "before others": [name, *names], "after others": [*names, name]}[others]
+    results = regard.attention(query, key).measure(**{each: IN_PLACE[each][0] for each in names})
+    found = getattr(results, name)
+    found = found[..., 0, 0] if name == "coarse" else found
+    expected = IN_PLACE[name][1](query @ key.mT / 2)
+    torch.testing.assert_close(found, expected)
+    (ours,), (theirs,) = (torch.autograd.grad(x.sum(), query) for x in (found, expected))
+    torch.testing.assert_close(ours, theirs)

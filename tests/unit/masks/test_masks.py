@@ -136,6 +136,13 @@ def test_a_mask_of_ones_own_combines_in_any_order() -> None:
         np.testing.assert_allclose(A @ np.eye(5), A.to_dense(), atol=1e-15)
 
 
+@pytest.mark.parametrize("size", [2**62, 2**63 - 1, 2**63, np.uint64(2**64 - 1)])
+def test_sizes_beyond_every_sequence(size: Any) -> None:
+    assert first(size).to_dense(3, 3).all()
+    assert format_rows(sliding_window(size).to_dense(3, 3)) == ["100", "110", "111"]
+    assert sliding_window(left=size, right=size).to_dense(3, 3).all()
+
+
 def test_sizes_per_head() -> None:
     windows = sliding_window([1, 3])
     one, three = ["10000", "01000", "00100", "00010", "00001"], ["10000", "11000", "11100", "01110", "00111"]
