@@ -75,6 +75,20 @@ class CapturedArgs(NamedTuple):
         """The scale that was passed, or 1/√head_dim."""
         return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else float(self.scale)
 
+    def expand_query(self) -> CapturedArgs:
+        """Return the arguments with the query expanded to the leading axes of key and value, as kernels read it."""
+        if self.query is None or self.query.is_nested:
+            return self
+        stop = -3 if self.enable_gqa else -2
+        leads = [part.shape[:stop] for part in self[:3] if part is not None]
+        if all(lead == leads[0] for lead in leads):
+            return self
+        try:
+            lead = torch.broadcast_shapes(*leads)
+        except RuntimeError:  # a function of a model, whose axes are others
+            return self
+        return self._replace(query=self.query.expand(*lead, *self.query.shape[stop:]))
+
 
 class CallEdits(Protocol):
     """What `regard.intervene` changed about a call; `regard.interventions` defines it."""

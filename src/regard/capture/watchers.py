@@ -318,7 +318,7 @@ def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> Captur
         report_uncaptured(module, *obstacle, submodule)
         return args
     thread_state.captures += 1
-    entries = list_watchers(module)
+    entries, args = list_watchers(module), args.expand_query()
     before, thread_state.is_notifying = thread_state.is_notifying, True
     try:
         for watcher, name in entries:

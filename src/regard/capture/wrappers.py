@@ -456,7 +456,7 @@ def wrap_regard_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             return result
         is_causal = mask is not None and query.shape[-2] == key.shape[-2] and mask == causal()
         args = CapturedArgs(
-            spec.query.expand(*spec.leading_shape, -1, -1),
+            spec.query,
             spec.key,
             value[0] if value else None,
             attn_mask=None if is_causal else mask,

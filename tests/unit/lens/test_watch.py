@@ -715,3 +715,28 @@ def test_autocast_and_inference_mode():
         with regard.watch(model) as recording:
             assert torch.equal(model(X), plain)
     assert recording["0"].mask == causal()
+
+
+@pytest.mark.parametrize("axes", [(slice(1),), (slice(None), slice(1)), (0,), (0, 0)], ids=str)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_a_query_that_broadcasts_is_recorded_and_edited_as_the_kernel_reads_it(axes, heads, tmp_path):
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    query, key, value = query[axes], key[:, :heads], value[:, :heads]
+    if heads != 4 and query.shape[-3:-2] != (4,):
+        query = torch.randn(1, 4, 6, 8)  # grouped heads do not broadcast
+    layer = Attend(lambda *args: F.scaled_dot_product_attention(*args, enable_gqa=heads != 4))
+    keys, values = (part.repeat_interleave(4 // heads, 1) for part in (key, value))
+    scores = (query @ keys.mT / 8**0.5).clone()
+    model = nn.Sequential(layer)
+    with regard.watch(model, values=True) as recording:
+        layer(query, key, value)
+    recording.save(tmp_path / "recording")
+    for read in (recording, regard.load_recording(tmp_path / "recording")):
+        torch.testing.assert_close(read["0"].to_dense(), scores.softmax(-1))
+        assert read["0"].shape == (2, 4, 6, 6)
+    assert recording.page() and recording.diagnose() is not None
+    assert recording.rollout(token=5, batch=1).shape[-1] == 6
+    scores[:, 0, :, 2] = -torch.inf
+    with regard.intervene(model, [regard.interventions.knockout(heads=0, keys=2)]):
+        output = layer(query, key, value)
+    torch.testing.assert_close(output, scores.softmax(-1) @ values)
