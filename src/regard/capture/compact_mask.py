@@ -278,7 +278,7 @@ def recognise_mask(
         biases: Position biases of the model, which may explain an additive mask.
         sinks: The layer has a sink, which takes all the weight of a fully masked row.
     """
-    if mask is None:
+    if mask is None or not q_len or not kv_len:
         return _recognise_flag(is_causal, q_len, kv_len)
     mask = mask.detach()
     while mask.ndim < 2:
@@ -420,8 +420,7 @@ def _split_rows(shape: Sequence[int], largest: int | None = None) -> list[slice]
 def _merge_equal_axes(array: Any) -> Any:
     """Reduce each leading axis along which all entries are equal to length 1."""
     for axis in range(array.ndim - 1):
-        first = array.take([0], axis)
-        if array.shape[axis] > 1 and (array == first).all():
+        if array.shape[axis] > 1 and (array == (first := array.take([0], axis))).all():
             array = first
     return array
 

@@ -60,6 +60,7 @@ _DIVISIONS = {"div", "div_", "divide", "true_divide", "__truediv__", "__itruediv
 # What the axes of an output are; the others belong to the batch.
 _HEADS, _ROWS, _WIDTH, _BATCH = "heads", "rows", "width", "batch"
 _MATRIX_PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
+_OPERANDS = ("input", "batch1", "other", "mat2", "batch2")  # their parameters, in order
 
 # Attributes of modules and of their configurations that have the number of heads.
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "attention_heads")
@@ -361,7 +362,10 @@ def _follow(
     func: Any, name: str, args: Any, kwargs: Any, result: Tensor, copy: Tensor | None
 ) -> Tensor | None:
     """Find the product, or mark the result of an operation; return the product if an intervention changes it."""
-    source = _find_followed(args)
+    operands = args
+    if name in _MATRIX_PRODUCTS:
+        operands = (*args, *(kwargs[operand] for operand in _OPERANDS if operand in kwargs))
+    source = _find_followed(operands)
     if source is None or not result.is_floating_point():
         return None
     state = source._regard_state
@@ -371,7 +375,7 @@ def _follow(
     if name == "sum" and _get_summed_axis(args, kwargs, source) == state.axis:
         state.trace.is_summed = True
         state.trace.check_division()
-    axes = find_product_axes(name, args, source)
+    axes = find_product_axes(name, operands, source)
     if axes is not None and state.axis in (axes.key, axes.query):
         is_read, edited = _end_at_product(axes, source, state, result)
         if is_read:

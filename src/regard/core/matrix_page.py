@@ -291,9 +291,11 @@ def _measure_error(problem: Problem, rounded: Problem, lse: Array, error: ErrorE
         worst_relative, worst = (float(np.nanmax(x, initial=0.0)) for x in (relative, difference))
         # The lse is stored as float32, whatever the dtype of the matrix is.
         lse_error = float(np.max(np.abs(lse), where=np.isfinite(lse), initial=0.0)) * 2.0**-24
+        relative = np.expm1(np.log1p(error.relative) + lse_error)  # infinite from scores of about 1e10 on
+        absolute = error.absolute + np.expm1(lse_error)
     return error._replace(
-        relative=float(np.expm1(np.log1p(error.relative) + lse_error)),
-        absolute=min(1.0, error.absolute + math.expm1(lse_error)),
+        relative=float(relative),
+        absolute=min(1.0, float(absolute)),
         found_relative=worst_relative,
         found_absolute=worst,
         compared=pairs * count * keys,

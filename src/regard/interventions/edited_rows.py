@@ -275,8 +275,9 @@ def compute_masked_heads(
 def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Sequence[ScoreMod]) -> Tensor:
     """Apply masks and score modifications to the weights of a layer with its own softmax, (…, heads, q_len, kv_len).
 
-    What a row lacks to a sum of 1 belongs to a sink, and keeps its part in the normalisation. Sums run over the
-    remaining weights, so that nothing cancels. Rows that do not change keep their weights.
+    If all rows of a head have the same sum, the layer multiplied its softmax by that factor. Otherwise what a row lacks
+    to a sum of 1 belongs to a sink, and keeps its part in the normalisation. Sums run over the remaining weights, so
+    that nothing cancels. Rows that do not change keep their weights.
     """
     if not masks and not score_mods:
         return weights
@@ -291,11 +292,16 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
         allowed = mask.allows(frame, rows, columns, torch).to(old.device)
         changed = changed | ((wide != 0) & ~allowed).any(-1)
         new = torch.where(allowed, new, 0.0)
-    rest = 1.0 - wide.sum(-1, keepdim=True)
-    is_rounding = (rest <= 8 * torch.finfo(weights.dtype).eps + 1e-5) | ~(wide != 0).any(-1, keepdim=True)
+    sums, is_live = wide.sum(-1, keepdim=True), (wide != 0).any(-1, keepdim=True)
+    tolerance = 8 * torch.finfo(weights.dtype).eps + 1e-5
     # A head either has a sink in every row or has none. Rows with little of it may lose all other keys.
-    has_sink = (~is_rounding).any(-2, keepdim=True)
-    rest = torch.where(has_sink, rest.clamp(min=0.0), 0.0)
+    has_sink = (is_live & (1.0 - sums > tolerance)).any(-2, keepdim=True)
+    # The sums of one row in each head are compared with those of the other heads.
+    axes = (-2,) if int(is_live.sum(-2).amax()) > 1 else (0, -2)
+    least = torch.where(is_live, sums, torch.inf).amin(axes, keepdim=True)
+    largest = torch.where(is_live, sums, 0.0).amax(axes, keepdim=True)
+    has_factor = has_sink & (largest - least <= tolerance) & (is_live.sum(axes, keepdim=True) > 1)
+    rest = torch.where(has_sink & ~has_factor, (1.0 - sums).clamp(min=0.0), 0.0)
     for score_mod in score_mods:
         score_mod.check(frame)
         bias = score_mod.additive_bias(frame, rows, columns, TorchNamespace(wide.device), wide.dtype)
@@ -311,5 +317,5 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
         new, rest = new * torch.exp(bias - shift), rest * torch.exp(-shift)
         changed = changed | (bias != 0).any(-1)
     total = new.sum(-1, keepdim=True) + rest
-    new = new / torch.where(total == 0, 1.0, total)
+    new = new / torch.where(total == 0, 1.0, total) * torch.where(has_factor, sums, 1.0)
     return torch.where(changed[..., None], new.to(weights.dtype), old).reshape(shape)

@@ -59,7 +59,7 @@ def check_call(call: Call) -> None:
         _require(isinstance(array, np.ndarray) and array.dtype.kind == "i", f"{name} of another type")
         _check_broadcast(array, shape[:-1], name)
         _require(not array.size or (array.min() >= 0 and array.max() <= limit), f"{name} outside the keys")
-    for name, bounds in (("visible_keys", (*shape[:-3], shape[-1])), ("dense_mask", shape)):
+    for name, bounds in (("visible_keys", (*shape[:-2], shape[-1])), ("dense_mask", shape)):
         array = getattr(mask, name)
         if array is not None:
             _require(str(array.dtype).endswith("bool"), f"{name} of another type")

@@ -359,7 +359,8 @@ class Watch(Watcher):
                 row_steps[id(module)] = rows
             if self._options.values:
                 output = getattr(args.dense, "output", None) if args.output is None else args.output
-                self._recording._projections.expect(module, name, call.shape[-3], output)
+                heads = call.shape[-3] if len(call.shape) > 2 else 1
+                self._recording._projections.expect(module, name, heads, output)
         else:
             self.report_uncaptured(name, call.reason, call.hint)
 

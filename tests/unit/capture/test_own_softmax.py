@@ -614,3 +614,31 @@ def test_no_layer_is_read_twice():
     for name in recording:
         (call,) = recording.calls(name)
         assert call.weights is None and call.query.shape[-1] == 8
+
+
+def flatten_product(function):
+    """Return a batched product as one of matrices with several leading axes."""
+    return lambda weights, value: function(weights.flatten(0, 1), value.flatten(0, 1)).unflatten(0, (2, 4))
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda weights, value: torch.matmul(weights, other=value),
+        lambda weights, value: torch.matmul(other=value, input=weights),
+        lambda weights, value: torch.matmul(value.mT, other=weights.mT).mT,
+        lambda weights, value: weights.matmul(other=value),
+        flatten_product(lambda weights, value: torch.bmm(weights, mat2=value)),
+        flatten_product(lambda weights, value: torch.baddbmm(torch.zeros(1), batch2=value, batch1=weights)),
+    ],
+)
+def test_products_with_keyword_arguments(multiply):
+    class Layer(nn.Module):
+        def forward(self, query, key, value):
+            return multiply(torch.softmax(query @ key.mT, -1), value)
+
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    layer = Layer()
+    with regard.watch(nn.Sequential(layer)) as recording:
+        layer(query, key, value)
+    torch.testing.assert_close(recording["0"].to_dense(), torch.softmax(query @ key.mT, -1))

@@ -899,3 +899,21 @@ def test_unmasked_heads_keep_every_bit_under_any_mask_of_the_model(x, shape):
     with torch.no_grad():
         plain = model(x)
     assert torch.equal(output[:, 1:3], plain[:, 1:3]) and not torch.equal(output[:, [0, 3]], plain[:, [0, 3]])
+
+
+# With one row in each head, the factor of a head is not told from a sink.
+@pytest.mark.parametrize(
+    "q_len, factor", [(1, 0.5), (6, 0.5), (6, torch.tensor([0.2, 0.9, 1.0, 0.5]).view(4, 1, 1))]
+)
+def test_a_knockout_in_a_layer_that_multiplies_its_softmax_keeps_the_factor(q_len, factor):
+    class Layer(nn.Module):
+        def forward(self, query, key, value):
+            return (torch.softmax(query @ key.mT / 8**0.5, -1) * factor) @ value
+
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    query, layer = query[..., :q_len, :], Layer()
+    with regard.intervene(nn.Sequential(layer), [knockout(keys=2)]):
+        output = layer(query, key, value)
+    scores = query @ key.mT / 8**0.5
+    scores[..., 2] = -torch.inf
+    torch.testing.assert_close(output, factor * torch.softmax(scores, -1) @ value)

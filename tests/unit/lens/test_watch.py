@@ -740,3 +740,53 @@ def test_a_query_that_broadcasts_is_recorded_and_edited_as_the_kernel_reads_it(a
     with regard.intervene(model, [regard.interventions.knockout(heads=0, keys=2)]):
         output = layer(query, key, value)
     torch.testing.assert_close(output, scores.softmax(-1) @ values)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_masks_of_any_shape_save_and_load_to_equal_weights(seed, tmp_path):
+    generator = torch.Generator().manual_seed(seed)
+    lead = ((), (4,), (1, 1), (2, 1), (1, 4), (2, 4))[seed % 6]
+    rows = (1, 6)[seed // 6 % 2]
+    mask = torch.rand(*lead, rows, 6, generator=generator) < 0.7
+    mask[..., 0] = True
+    if seed >= 12:
+        mask = torch.where(mask, torch.randn(mask.shape, generator=generator), -torch.inf)
+    query, key, value = torch.randn(3, 2, 4, 6, 8, generator=generator).unbind()
+    layer = Attend(lambda *args: F.scaled_dot_product_attention(*args, attn_mask=mask))
+    with regard.watch(nn.Sequential(layer)) as recording:
+        layer(query, key, value)
+    recording.save(tmp_path / "recording")
+    scores = query @ key.mT / 8**0.5
+    expected = (scores + mask if seed >= 12 else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
+    for read in (recording, regard.load_recording(tmp_path / "recording")):
+        torch.testing.assert_close(read["0"].to_dense(), expected)
+
+
+@pytest.mark.parametrize("batch, q_len, kv_len", [(0, 6, 6), (2, 6, 0), (2, 0, 6), (0, 0, 0)])
+@pytest.mark.parametrize("lead", [(), (1, 1), (1, 4), (None, 1), (None, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_empty_batches_queries_and_keys(batch, q_len, kv_len, lead, dtype):
+    query, key = torch.randn(batch, 4, q_len, 8), torch.randn(batch, 4, kv_len, 8)
+    mask = torch.zeros(*(batch if size is None else size for size in lead), q_len, kv_len, dtype=dtype)
+    layer = Attend(F.scaled_dot_product_attention)
+    with regard.watch(nn.Sequential(layer)) as recording:
+        layer(query, key, key, mask)
+    assert recording["0"].to_dense().shape == (batch, 4, q_len, kv_len)
+
+
+def test_values_without_a_heads_axis():
+    query, key, value = torch.randn(3, 6, 8).unbind()
+    layer = Attend(F.scaled_dot_product_attention)
+    with regard.watch(nn.Sequential(layer), values=True) as recording:
+        output = layer(query, key, value)
+    (call,) = recording.calls("0")
+    torch.testing.assert_close(call.matrix @ call.value, output)
+
+
+@pytest.mark.parametrize("scale", [1e9, 1e10, 1e30])
+def test_a_page_of_huge_scores(scale):
+    query, key, value = torch.randn(3, 2, 4, 6, 8).unbind()
+    layer = Attend(lambda *args: F.scaled_dot_product_attention(*args, scale=scale))
+    with regard.watch(nn.Sequential(layer)) as recording:
+        layer(query, key, value)
+    assert recording.page()
