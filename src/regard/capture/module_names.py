@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from regard.errors import ArgumentTypeError, describe_argument
 
 
 def is_selected(name: str, pattern: str) -> bool:
@@ -14,6 +17,23 @@ def is_selected(name: str, pattern: str) -> bool:
     """
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:i]), pattern) for i in range(len(parts) + 1))
+
+
+def list_patterns(layers: Any, operation: str) -> list[str]:
+    """List the names and patterns that a user passed as `layers`; all modules by default."""
+    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else layers
+    patterns = (
+        list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, bytes) else [patterns]
+    )
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ArgumentTypeError(
+                operation,
+                received=f"layers with {describe_argument(pattern)}",
+                expected="names of modules or patterns with *: one, or a list of them",
+                hint='For example layers="*.layers.3", or layers=["encoder", "decoder.layers.0"].',
+            )
+    return patterns
 
 
 class LayerPlace(NamedTuple):

@@ -22,7 +22,7 @@ from regard.capture.compact_mask import (
     recognise_mask,
     recognise_tiles,
 )
-from regard.errors import ArgumentError, RegardError
+from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument
 from regard.masks import Mask
 from regard.measures import Measure
 from regard.score_mods import ScoreMod, bias, relative_bias, softcap
@@ -291,6 +291,13 @@ def _finish(call: Call, args: CapturedArgs, options: CaptureOptions) -> Call:
         with torch.no_grad():
             if callable(options.measures):
                 results = options.measures(call)
+                if not isinstance(results, dict):
+                    raise ArgumentTypeError(
+                        "watch",
+                        received=f"measures that returned {describe_argument(results)}",
+                        expected="a function that returns results by name, as a dict",
+                        hint='For example measures=lambda call: {"entropy": call.matrix.entropy()}.',
+                    )
             else:
                 results = call.matrix.measure(**options.measures)._asdict()
         dropped: dict[str, Any] = dict.fromkeys(("query", "key", "lse", "weights", "cached"))

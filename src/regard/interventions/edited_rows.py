@@ -230,9 +230,9 @@ def touches(problem: Problem, edited: Problem, pairs: IntArray) -> bool:
             live, _ = base.classify_blocks(frame, start, int(q_idx[-1]) + 1, starts, stops)
         for i in np.flatnonzero(live & ~np.asarray(full)):
             columns = np.arange(starts[i], stops[i])
-            removed = ~mask.allows(frame, q_idx, columns, torch)
+            removed = ~mask.allows(frame, q_idx, columns, np)
             if base is not None:
-                removed = removed & base.allows(frame, q_idx, columns, torch)
+                removed = removed & base.allows(frame, q_idx, columns, np)
             if bool(removed.any()):
                 return True
     return False
@@ -287,9 +287,10 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
     old = weights.reshape(-1, *shape[-2:])
     wide = old.to(torch.promote_types(weights.dtype, torch.float32))
     new, changed = wide, torch.zeros(old.shape[:2], dtype=torch.bool, device=old.device)
+    xp = TorchNamespace(wide.device)
     for mask in masks:
         mask.check(frame)
-        allowed = mask.allows(frame, rows, columns, torch).to(old.device)
+        allowed = mask.allows(frame, rows, columns, xp)
         changed = changed | ((wide != 0) & ~allowed).any(-1)
         new = torch.where(allowed, new, 0.0)
     sums, is_live = wide.sum(-1, keepdim=True), (wide != 0).any(-1, keepdim=True)
@@ -304,7 +305,7 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
     rest = torch.where(has_sink & ~has_factor, (1.0 - sums).clamp(min=0.0), 0.0)
     for score_mod in score_mods:
         score_mod.check(frame)
-        bias = score_mod.additive_bias(frame, rows, columns, TorchNamespace(wide.device), wide.dtype)
+        bias = score_mod.additive_bias(frame, rows, columns, xp, wide.dtype)
         if bias is None:
             raise ArgumentError(
                 "rescore",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from regard.capture.call import Call, LayerCall
-from regard.capture.module_names import find_place, is_selected
+from regard.capture.module_names import find_place, is_selected, list_patterns
 from regard.capture.output_projections import OutputProjection, OutputProjections
 from regard.core.matrix import AttentionMatrix
 from regard.engines.torch_precision import widen
@@ -260,7 +260,7 @@ def select_layers(
     layer_calls: Sequence[LayerCall], layers: str | Sequence[str] | None, operation: str
 ) -> list[LayerCall]:
     """Select the calls of modules that match a name or pattern, or are inside one that does; all by default."""
-    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    patterns = list_patterns(layers, operation)
     selected = [
         entry for entry in layer_calls if any(is_selected(entry.module, pattern) for pattern in patterns)
     ]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
-from regard.capture.module_names import is_selected
+from regard.capture.module_names import is_selected, list_patterns
 from regard.capture.own_softmax import SoftmaxTrace, close_traces
 from regard.capture.patching import exclude_from_compile
 from regard.capture.record import (
@@ -148,6 +148,7 @@ def watch(
     torch.Size([1, 2, 3])
     """
     check_model(model, "watch")
+    _check_storage(device, dtype, max_dense_bytes)
     options = CaptureOptions(
         device=device,
         dtype=dtype,
@@ -521,7 +522,10 @@ def find_native_parts(model: nn.Module) -> set[int]:
 def _resolve_measures(measures: Any) -> Any:
     if isinstance(measures, str) and measures == "default":
         return {"entropy": Entropy(), "first": Mass(first(1)), "distance": Distance()}
-    if measures is None or isinstance(measures, Mapping) or callable(measures):
+    is_mapping = isinstance(measures, Mapping) and all(
+        isinstance(name, str) and isinstance(measure, Measure) for name, measure in measures.items()
+    )
+    if measures is None or is_mapping or callable(measures):
         return measures
     raise ArgumentTypeError(
         "watch",
@@ -529,6 +533,25 @@ def _resolve_measures(measures: Any) -> Any:
         expected='a mapping from names to measures, "default", or a function of a call',
         hint='For example measures={"entropy": regard.Entropy()}. Without measures, query and key are recorded.',
     )
+
+
+def _check_storage(device: Any, dtype: Any, max_dense_bytes: Any) -> None:
+    """Refuse what recorded tensors cannot be moved or converted to, and a limit that is no number."""
+    try:
+        problem = None if device is None or torch.device(device) else "device"
+    except (RuntimeError, TypeError):
+        problem = f"device={device!r}"
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        problem = f"dtype={dtype!r}"
+    if isinstance(max_dense_bytes, bool) or not isinstance(max_dense_bytes, int | float):
+        problem = f"max_dense_bytes={max_dense_bytes!r}"
+    if problem is not None:
+        raise ArgumentTypeError(
+            "watch",
+            received=problem,
+            expected="a device of torch, a floating-point dtype of torch, and a number of bytes",
+            hint='For example device="cpu", dtype=torch.float32, max_dense_bytes=2**30.',
+        )
 
 
 def check_model(model: Any, operation: str) -> None:
@@ -566,10 +589,8 @@ def check_model(model: Any, operation: str) -> None:
 def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set[str]:
     """Return the names of the modules that match, and of the modules inside them."""
     names = [name for name, _ in model.named_modules()]
-    if layers is None:
-        return set(names)
     selected: set[str] = set()
-    for pattern in [layers] if isinstance(layers, str) else layers:
+    for pattern in list_patterns(layers, "watch"):
         matches = {name for name in names if is_selected(name, pattern)}
         if not matches:
             raise ArgumentError(

@@ -917,3 +917,29 @@ def test_a_knockout_in_a_layer_that_multiplies_its_softmax_keeps_the_factor(q_le
     scores = query @ key.mT / 8**0.5
     scores[..., 2] = -torch.inf
     torch.testing.assert_close(output, factor * torch.softmax(scores, -1) @ value)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("removes", ["a key", "a window"])
+def test_edits_of_padded_layers_warn_of_nothing(removes, request):
+    request.addfinalizer(partial(torch.set_warn_always, torch.is_warn_always_enabled()))
+    torch.set_warn_always(True)  # torch warns once in each process
+    layer, x, position = regard.nn.MultiheadAttention(32, 4).eval(), torch.randn(2, 7, 32), torch.arange(7)
+    padding = position < torch.tensor([7, 5])[:, None]
+    edits = {
+        "a key": knockout(heads=0, keys=2),
+        "a window": restrict(mask=regard.sliding_window([2, 3, 4, 5])),
+    }
+    with torch.no_grad(), regard.watch(layer) as plain:
+        layer(x, padding=padding)
+    with torch.no_grad(), regard.intervene(layer, [edits[removes]], record=True) as edited:
+        layer(x, padding=padding)
+    (call,) = plain.calls("")
+    scores = (call.query @ call.key.mT * call.scale).masked_fill(~padding[:, None, None], -torch.inf)
+    if removes == "a key":
+        scores[:, 0, :, 2] = -torch.inf
+    else:
+        distance, sizes = position[:, None] - position, torch.tensor([2, 3, 4, 5]).view(4, 1, 1)
+        scores = scores.masked_fill((distance < 0) | (distance >= sizes), -torch.inf)
+    expected = torch.softmax(scores, -1).nan_to_num(0.0)
+    torch.testing.assert_close(edited.recording.calls("")[0].matrix.to_dense(), expected)

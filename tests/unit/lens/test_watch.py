@@ -790,3 +790,41 @@ def test_a_page_of_huge_scores(scale):
     with regard.watch(nn.Sequential(layer)) as recording:
         layer(query, key, value)
     assert recording.page()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": 3},
+        {"layers": ["0", 2]},
+        {"layers": b"0"},
+        {"measures": {3: regard.Entropy()}},
+        {"measures": {"entropy": "entropy"}},
+        {"dtype": torch.int32},
+        {"dtype": "float32"},
+        {"device": "foo"},
+        {"device": 1.5},
+        {"max_dense_bytes": "1"},
+    ],
+    ids=str,
+)
+def test_options_of_another_type_are_refused_when_watch_is_called(options):
+    (name,) = options
+    with pytest.raises(ArgumentTypeError, match=name):
+        regard.watch(stack(), **options)
+
+
+@pytest.mark.parametrize("layers", [3, ["0", 2], b"0"], ids=str)
+def test_analyses_refuse_layers_of_another_type(layers):
+    model = stack()
+    with regard.watch(model, spans={"prompt": (0, 3)}) as recording:
+        model(X)
+    for analyse in (recording.page, recording.span_mass, lambda **options: recording.rollout(3, **options)):
+        with pytest.raises(ArgumentTypeError, match="layers with"):
+            analyse(layers=layers)
+
+
+def test_a_function_of_measures_that_returns_no_results_is_refused():
+    model, error = stack(), pytest.raises(ArgumentTypeError, match="measures that returned a NoneType")
+    with error, regard.watch(model, measures=lambda call: None):
+        model(X)
