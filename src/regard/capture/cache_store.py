@@ -493,6 +493,8 @@ class JoinedCalls:
         if place is None:
             if call.speculative_mode:
                 return None  # beams share keys, and rows may have been discarded
+            if _are_whole_passes(self.last, call):
+                return None
             place = CacheMatch(rows_before=self.num_rows)
         last = self.last
         if self._has_grown or not 0 < place.rows_before <= self.num_rows:
@@ -840,6 +842,12 @@ def _have_same_settings(a: Call, b: Call) -> bool:
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
     )
     return bool(same_sink)
+
+
+def _are_whole_passes(a: Call, b: Call) -> bool:
+    """Return whether two passes have as many queries as keys each: the same sequence again, and not its next steps."""
+    is_same_pass = a.forward_pass == b.forward_pass != 0
+    return not is_same_pass and all(1 < call.shape[-2] == call.shape[-1] for call in (a, b))
 
 
 def _get_cached(call: Call) -> Tensor | None:

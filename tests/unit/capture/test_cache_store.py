@@ -7,6 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch import nn  # noqa: E402
+
+import regard  # noqa: E402
 from regard import ArgumentError  # noqa: E402
 from regard.capture import cache_store  # noqa: E402
 from regard.capture.cache_store import KeyStore  # noqa: E402
@@ -101,3 +104,28 @@ def test_inference_mode(keys):
     with torch.inference_mode():
         assert store.try_append(keys[..., :8, :].clone(), 1, 8) == 0
     assert torch.equal(store.read(0, 8), keys[..., :8, :]) and not store.read(0, 8).is_inference()
+
+
+@pytest.mark.parametrize("own_softmax", [False, True])
+@pytest.mark.parametrize("lengths, num_calls", [((6, 6, 6), 3), ((2, 1, 1), 1), ((1, 1, 1), 1), ((4, 4), 1)])
+def test_passes_with_one_key_tensor_are_joined_unless_each_is_a_whole_sequence(
+    own_softmax, lengths, num_calls
+):
+    """A decoder's steps have the keys of its encoder; passes of as many queries as keys are the sequence again."""
+
+    class Attention(nn.Module):
+        def forward(self, query, key, value):
+            if own_softmax:
+                return torch.softmax(query @ key.mT / 8**0.5, -1) @ value
+            return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    model = nn.Sequential(Attention())
+    key, value = torch.randn(2, 2, 4, 6, 8).unbind()
+    queries = [torch.randn(2, 4, length, 8) for length in lengths]
+    with regard.watch(model) as recording:
+        for query in queries:
+            model[0](query, key, value)
+    calls = recording.calls("0")
+    assert len(calls) == num_calls
+    rows = torch.cat([call.matrix.to_dense() for call in calls], -2)
+    torch.testing.assert_close(rows, torch.softmax(torch.cat(queries, -2) @ key.mT / 8**0.5, -1))
