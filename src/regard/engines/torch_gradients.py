@@ -76,8 +76,7 @@ class _CopiedStates(TorchFunctionMode):  # type: ignore[misc]  # torch's types a
     def __init__(self, states: Sequence[Any]) -> None:
         super().__init__()
         parts = [part for state in states for part in (state if isinstance(state, tuple) else (state,))]
-        tensors = (part for part in parts if isinstance(part, torch.Tensor))
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._states = [_find_root(part) for part in parts if isinstance(part, torch.Tensor)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
@@ -89,10 +88,15 @@ class _CopiedStates(TorchFunctionMode):  # type: ignore[misc]  # torch's types a
     def _copy(self, argument: Any) -> Any:
         if isinstance(argument, list | tuple):
             return type(argument)(map(self._copy, argument))
-        is_state = (
-            isinstance(argument, torch.Tensor) and argument.untyped_storage().data_ptr() in self._storages
+        is_state = isinstance(argument, torch.Tensor) and any(
+            _find_root(argument) is state for state in self._states
         )
         return argument.clone() if is_state else argument
+
+
+def _find_root(tensor: Tensor) -> Tensor:
+    """Return the tensor that a view is of."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _list_inputs(problem: Problem, measures: Sequence[Any]) -> list[Tensor]:
