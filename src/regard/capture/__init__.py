@@ -26,7 +26,7 @@ Design notes:
 - Recorded arguments are compared with what the function returned; a call that does not agree is refused.
 - Steps belong to one cache if the old keys are found among the new ones. Only the newest keys are held.
 - `regard.attention` is patched as an attribute of the package and wherever it was imported, but not in regard itself:
-  its own matrices are no calls of a layer.
+  its own matrices are not calls of a layer.
 - Steps of `generate()` have a fast path. A step of one unmasked row differs from the last in query, key, value and
   lse only. Building its record in full took two thirds of the cost of `watch`. Its rows wait in a list, and are
   joined when the recording is read.

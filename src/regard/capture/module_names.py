@@ -21,10 +21,8 @@ def is_selected(name: str, pattern: str) -> bool:
 
 def list_patterns(layers: Any, operation: str) -> list[str]:
     """List the names and patterns that a user passed as `layers`; all modules by default."""
-    patterns = ["*"] if layers is None else [layers] if isinstance(layers, str) else layers
-    patterns = (
-        list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, bytes) else [patterns]
-    )
+    is_one = isinstance(layers, str | bytes) or not isinstance(layers, Iterable)
+    patterns = ["*"] if layers is None else [layers] if is_one else list(layers)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ArgumentTypeError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from regard.engines.compensated import resolve_sums
@@ -75,22 +76,20 @@ class _CopiedStates(TorchFunctionMode):  # type: ignore[misc]  # torch's types a
 
     def __init__(self, states: Sequence[Any]) -> None:
         super().__init__()
-        parts = [part for state in states for part in (state if isinstance(state, tuple) else (state,))]
-        self._states = [_find_root(part) for part in parts if isinstance(part, torch.Tensor)]
+        self._states = [_find_root(part) for part in tree_leaves(states) if isinstance(part, torch.Tensor)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
+        name, kwargs = func.__name__, kwargs or {}
         if name not in ("__get__", "__getitem__", "__setitem__"):
             is_in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-            args = (*args[:is_in_place], *map(self._copy, args[is_in_place:]))
-        return func(*args, **(kwargs or {}))
+            read, named = args[is_in_place:], {key: value for key, value in kwargs.items() if key != "out"}
+            read, named = tree_map(self._copy, (read, named))
+            args, kwargs = (*args[:is_in_place], *read), kwargs | named
+        return func(*args, **kwargs)
 
     def _copy(self, argument: Any) -> Any:
-        if isinstance(argument, list | tuple):
-            return type(argument)(map(self._copy, argument))
-        is_state = isinstance(argument, torch.Tensor) and any(
-            _find_root(argument) is state for state in self._states
-        )
+        is_tensor = isinstance(argument, torch.Tensor)
+        is_state = is_tensor and any(_find_root(argument) is state for state in self._states)
         return argument.clone() if is_state else argument
 
 

@@ -158,27 +158,19 @@ def watch(
         max_dense_bytes=max_dense_bytes,
         grad=grad,
     )
-    if grad and measures is not None:
-        raise ArgumentError(
-            "watch",
-            received="grad=True and measures",
-            expected="one of them: measures are computed during the run, without gradients",
-            hint="Omit measures, and compute them from the recording: recording[name].measure(…) has gradients.",
-        )
-    if values and measures is not None:
-        raise ArgumentError(
-            "watch",
-            received="values=True and measures",
-            expected="one of them: measures are recorded instead of the tensors of a call",
-            hint="Omit measures, and compute them from the recording: recording[name].measure(…).",
-        )
-    if spans is not None and measures is not None:
-        raise ArgumentError(
-            "watch",
-            received="spans and measures",
-            expected="one of them: the shares of spans are computed from queries and keys",
-            hint="Omit measures, and compute them from the recording: recording[name].measure(…).",
-        )
+    excluded = {
+        "grad=True": (grad, "measures are computed during the run, without gradients"),
+        "values=True": (values, "measures are recorded instead of the tensors of a call"),
+        "spans": (spans is not None, "the shares of spans are computed from queries and keys"),
+    }
+    for name, (is_passed, reason) in excluded.items():
+        if is_passed and measures is not None:
+            raise ArgumentError(
+                "watch",
+                received=f"{name} and measures",
+                expected=f"one of them: {reason}",
+                hint="Omit measures, and compute them from the recording: recording[name].measure(…).",
+            )
     parsed = None if spans is None else parse_spans(spans, "watch")
     recording = None
     if group is not None:

@@ -505,6 +505,26 @@ class LargestProduct(regard.Measure):
         return torch.maximum(a, b)
 
 
+class LargestInParts(regard.Measure):
+    """The same with a state of two parts, read by keyword and written through a view and by out=."""
+
+    def init(self, shape, xp):
+        return [xp.full(shape[:2], -xp.inf), {"scores": xp.full(shape[:2], -xp.inf)}]
+
+    def step(self, state, weights, scores, q_idx, kv_idx, xp):
+        rows = state[0][:, q_idx[0] : q_idx[-1] + 1]
+        rows[...] = torch.maximum(input=rows, other=(weights * scores).amax(-1))
+        torch.maximum(state[1]["scores"], state[0].detach(), out=state[1]["scores"])
+        return state
+
+    def merge(self, a, b):
+        return [torch.maximum(a[0], b[0]), {"scores": torch.maximum(a[1]["scores"], b[1]["scores"])}]
+
+    def finish(self, state):
+        assert torch.equal(*(x.detach() for x in (state[0], state[1]["scores"])))
+        return state[0]
+
+
 def compute_spread(scores):
     weights, at = scores.softmax(-1), torch.arange(scores.shape[-1], dtype=scores.dtype)
     mean = (weights * at).sum(-1, keepdim=True)
@@ -518,6 +538,7 @@ IN_PLACE = {
     "coarse": (regard.Coarse((2, 2), "max"), lambda scores: scores.softmax(-1)[:, :10, :14].amax((1, 2))),
     "entropy": (regard.Entropy(), lambda scores: torch.special.entr(scores.softmax(-1)).sum(-1)),
     "own": (LargestProduct(), lambda scores: (scores * scores.softmax(-1)).amax(-1)),
+    "parts": (LargestInParts(), lambda scores: (scores * scores.softmax(-1)).amax(-1)),
 }
 
 
