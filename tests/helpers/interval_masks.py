@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard import causal, dense, document, first, padding, prefix, sliding_window
+from regard import between, causal, dense, document, first, padding, prefix, sliding_window
 
 ROWS, KEYS = 37, 41
 LOWER = {"align": "lower_right"}
@@ -29,5 +29,6 @@ MASKS = {
     "window and first": causal(**LOWER) & (sliding_window(4, **LOWER) | first(2)),
     "not": ~(sliding_window(4, **LOWER) | padding(20)),
     "dense": dense(drawn((ROWS, KEYS), 0.4)),
+    "one row": between(queries=20),
     "some rows empty": dense(drawn((ROWS, KEYS), 0.5) & drawn((ROWS, 1), 0.6)),
 }

@@ -27,12 +27,19 @@ EVERY_FOUR = [0, 4, 8]
         (causal("upper_left") & first(5), [0, 5], [0, 5]),
         (~causal(LOWER), [0], [0, 2]),
         (between(slice(3, 7), slice(2, 4)), [0, 3, 7], [0, 2, 4]),
+        (between(slice(1, 7), slice(1, 12)), [0, 1, 7], [0, 1, 12]),
     ],
     ids=str,
 )
 def test_split_points(mask, rows, columns):
     found = mask.split_points(Frame((1, 2), 11, 13))
     assert (found.rows.tolist(), found.columns.tolist()) == (rows, columns)
+
+
+@use_tile_sizes(mask_rows=16)
+def test_many_runs_are_split_evenly():
+    found = between(slice(0, None, 2), slice(0, None, 2)).split_points(Frame((), 80, 90))
+    assert (found.rows.tolist(), found.columns.tolist()) == ([0, 16, 32, 48, 64], [0])
 
 
 @pytest.mark.parametrize(

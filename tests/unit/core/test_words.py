@@ -1,0 +1,95 @@
+"""The words a reader gets: whole error messages, plans, captions and the description of a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+import regard
+from regard import attention, between, bias, causal
+from regard.core.matrix_page import build_payload
+from regard.errors import RegardError
+
+EYE = np.eye(3)
+A = attention(EYE, EYE)
+
+
+def too_large_a_bias():
+    build_payload(attention(EYE, EYE, score_mod=bias(np.ones((3, 3)))).problem, "page")
+
+
+ERRORS = {
+    "page: received 2 tokens; expected 3, one for each key. tokens name the keys, and the queries too if both are the "
+    "same sequence.": lambda: A.page(["a", "b"]),
+    "page: received 4 query_tokens; expected 3, one for each query. tokens name the keys, and the queries too if both "
+    "are the same sequence.": lambda: A.page(query_tokens=list("abcd")),
+    "page: received 0 queries and 3 keys; expected at least one of each. An empty matrix has nothing to show.": (
+        lambda: attention(EYE[:0], EYE).page()
+    ),
+    "page: received bias(<array of shape (3, 3)>), 9 numbers; expected at most 8 in a page. Select fewer rows with "
+    "A.lazy[..., rows, :], or use relative_bias or alibi.": too_large_a_bias,
+    "A.mT @ x: received x of shape (4, 2); expected (…, q_len 3, width) for a matrix of (q_len 3, kv_len 3). The axis "
+    "before the last counts the queries.": lambda: A.mT @ np.ones((4, 2)),
+    "between: received keys with position -4; expected positions from 0 to 2, or from −3 to −1 from the end. Queries "
+    "count the rows of the matrix, keys its columns.": lambda: attention(EYE, EYE, mask=between(keys=-4)),
+    "between: received queries as str 'a'; expected an integer, a slice, or a list of integers. For example "
+    "between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors_say_what_was_wrong_what_is_accepted_and_how_to_mend_it(words, monkeypatch):
+    monkeypatch.setattr("regard.core.matrix_page.MAX_BIAS_SIZE", 8)
+    with pytest.raises(RegardError) as raised:
+        ERRORS[words]()
+    assert " ".join(str(raised.value).split()) == words
+
+
+def test_booleans_and_words_as_an_index():
+    with pytest.raises(RegardError, match=r"Convert booleans to positions first: numpy\.flatnonzero\(chosen\)\."):
+        A[[True, False, True]]
+    with pytest.raises(RegardError, match="received str 'ab'"):
+        A["ab"]
+
+
+def test_the_last_position_from_the_end_is_inside():
+    weights = attention(EYE, EYE, mask=between(keys=-3)).to_dense()
+    np.testing.assert_array_equal(weights, [[1, 0, 0]] * 3)
+    assert repr(between(queries=0, keys=[1, 2])) == "between(queries=0, keys=[1, 2])"
+
+
+def test_the_description_of_a_page():
+    text = attention(np.ones((4, 2)), np.ones((5, 2)), mask=causal(align="lower_right"), sink=1.0).page().html
+    words = "4 × 5 weights of one attention head, head_dim 2; scale 0.7071, mask causal(align='lower_right'), sink. "
+    assert json.dumps(words + "Made by regard.") in text
+
+
+def test_the_bound_of_an_exactly_stored_matrix_is_that_of_its_arithmetic():
+    # Halves represent these numbers, so that only products, exponentials and sums round, each by at most eps.
+    query, key = np.array([[3.0, 4.0], [0.0, 1.0]]), np.array([[6.0, 8.0], [1.0, 0.0], [0.0, 0.5]])
+    error = build_payload(attention(query, key, scale=0.5).problem, "page").error
+    eps = np.finfo(np.float64).eps
+    change = 0.5 * (2 + 8) * eps * 5 * 10 + 8 * eps
+    stored_lse = np.abs(attention(query, key, scale=0.5).lse).max() * 2.0**-24
+    assert error.exact
+    assert error.absolute == pytest.approx(math.tanh(change / 2) + math.expm1(stored_lse), rel=1e-12)
+    assert error.relative == pytest.approx(math.expm1(2 * change + stored_lse), rel=1e-9)
+
+
+def test_the_caption_of_a_sample_of_weights():
+    assert ">Every row. Each number is the share" in attention(np.ones((5, 2)), np.ones((400, 2)))._repr_html_()
+
+
+def test_the_table_of_an_explanation_heads_each_column():
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)', A.explain(0, value=EYE)._repr_html_())
+    assert heads[:4] == ["key", "score", "key", "scaled score"]
+    assert heads[-3:] == ["key", "weight · value", "contribution"]
+
+
+def test_linear_products_keep_the_dtype_of_the_value():
+    linear = regard.linear_attention(np.ones((5, 2), np.float32), np.ones((5, 2), np.float32), mask=causal())
+    assert (linear @ np.ones((5, 3), np.float32)).dtype == np.float32
