@@ -50,7 +50,9 @@ def test_errors_say_what_was_wrong_what_is_accepted_and_how_to_mend_it(words, mo
 
 
 def test_booleans_and_words_as_an_index():
-    with pytest.raises(RegardError, match=r"Convert booleans to positions first: numpy\.flatnonzero\(chosen\)\."):
+    with pytest.raises(
+        RegardError, match=r"Convert booleans to positions first: numpy\.flatnonzero\(chosen\)\."
+    ):
         A[[True, False, True]]
     with pytest.raises(RegardError, match="received str 'ab'"):
         A["ab"]
@@ -81,7 +83,9 @@ def test_the_bound_of_an_exactly_stored_matrix_is_that_of_its_arithmetic():
 
 
 def test_the_caption_of_a_sample_of_weights():
-    assert ">Every row. Each number is the share" in attention(np.ones((5, 2)), np.ones((400, 2)))._repr_html_()
+    assert (
+        ">Every row. Each number is the share" in attention(np.ones((5, 2)), np.ones((400, 2)))._repr_html_()
+    )
 
 
 def test_the_table_of_an_explanation_heads_each_column():
