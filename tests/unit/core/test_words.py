@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import regard
-from regard import attention, between, bias, causal
+from regard import attention, between, bias, causal, dense, document, prefix
 from regard.core.matrix_page import build_payload
 from regard.errors import RegardError
 
@@ -20,6 +20,12 @@ A = attention(EYE, EYE)
 
 def too_large_a_bias():
     build_payload(attention(EYE, EYE, score_mod=bias(np.ones((3, 3)))).problem, "page")
+
+
+def convert_with_gradient():
+    torch = pytest.importorskip("torch")
+    query = torch.eye(3, requires_grad=True)
+    torch.as_tensor(attention(query, query))
 
 
 ERRORS = {
@@ -38,6 +44,18 @@ ERRORS = {
     "count the rows of the matrix, keys its columns.": lambda: attention(EYE, EYE, mask=between(keys=-4)),
     "between: received queries as str 'a'; expected an integer, a slice, or a list of integers. For example "
     "between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
+    "mask & other: received int 3; expected another mask. Wrap a boolean array, True = attend, as "
+    "regard.dense(array).": lambda: causal() & 3,
+    "document: received [1, 2]; expected one id for each token. Pass a list of ids.": lambda: document(
+        [1, 2], 3
+    ),
+    'dense: received true_means=\'x\'; expected "attend" or "ignore". Pass true_means="ignore" for a mask of '
+    'nn.MultiheadAttention, "attend" for one of SDPA.': lambda: dense(EYE, true_means="x"),
+    "prefix: received -1; expected whole numbers, 0 or more. Sizes and lengths count tokens.": lambda: prefix(
+        -1
+    ),
+    "torch.as_tensor(A): received a matrix that requires a gradient; expected a matrix without gradients. Call "
+    "A.to_dense() to keep the gradient, or convert under torch.no_grad() to drop it.": convert_with_gradient,
 }
 
 
@@ -76,10 +94,10 @@ def test_the_bound_of_an_exactly_stored_matrix_is_that_of_its_arithmetic():
     error = build_payload(attention(query, key, scale=0.5).problem, "page").error
     eps = np.finfo(np.float64).eps
     change = 0.5 * (2 + 8) * eps * 5 * 10 + 8 * eps
-    stored_lse = np.abs(attention(query, key, scale=0.5).lse).max() * 2.0**-24
+    stored_lse = float(np.abs(attention(query, key, scale=0.5).lse.astype(np.float32)).max()) * 2.0**-24
     assert error.exact
-    assert error.absolute == pytest.approx(math.tanh(change / 2) + math.expm1(stored_lse), rel=1e-12)
-    assert error.relative == pytest.approx(math.expm1(2 * change + stored_lse), rel=1e-9)
+    assert error.absolute == pytest.approx(math.tanh(change / 2) + math.expm1(stored_lse), rel=1e-12, abs=0)
+    assert error.relative == pytest.approx(math.expm1(2 * change + stored_lse), rel=1e-9, abs=0)
 
 
 def test_the_caption_of_a_sample_of_weights():
