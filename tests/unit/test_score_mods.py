@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from regard import ScoreMod, attention, relative_bias
+from regard import ScoreMod, alibi, attention, relative_bias
 from regard.score_mods import relative_buckets
 
 
@@ -134,3 +134,20 @@ def test_a_copy_and_a_change_in_place_reach_a_tensor_wherever_a_modification_hol
         torch.testing.assert_close(A[1, 2, 3], eager[1, 2, 3])
     torch.testing.assert_close(copied.to_dense(), before)
     assert not copied.entropy().requires_grad
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 12])
+def test_default_slopes_are_the_published_ones_in_their_order(heads):
+    # Press et al., 2108.12409: a geometric series for a power of two; other numbers add every other slope of the next.
+    def series(count):
+        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = series(power) + series(2 * power)[0::2][: heads - power]
+    query = np.zeros((heads, 5, 2))
+    distances = np.abs(np.subtract.outer(np.arange(5), np.arange(5)))
+    np.testing.assert_allclose(
+        attention(query, query, score_mod=alibi()).scores[...],
+        -np.array(slopes)[:, None, None] * distances,
+        rtol=1e-14,
+    )
