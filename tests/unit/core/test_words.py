@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import regard
-from regard import attention, between, bias, causal, dense, document, prefix
+from regard import attention, between, bias, causal, dense, document, padding, prefix
 from regard.core.matrix_page import build_payload
 from regard.errors import RegardError
 
@@ -54,6 +54,11 @@ ERRORS = {
     "prefix: received -1; expected whole numbers, 0 or more. Sizes and lengths count tokens.": lambda: prefix(
         -1
     ),
+    "document: received 0.5; expected whole numbers. Number the documents: 0, 1, 2, …": lambda: document(0.5),
+    "padding: received a length of 4 for kv_len 3; expected lengths from 0 to 3. Lengths count the real keys of each "
+    "batch entry, without the padding.": lambda: attention(EYE, EYE, mask=padding(4)),
+    "A @ value: received value of shape (4,); expected (…, kv_len 3, width) for a matrix of (q_len 3, kv_len 3). The "
+    "axis before the last counts the keys.": lambda: A @ np.ones(4),
     "torch.as_tensor(A): received a matrix that requires a gradient; expected a matrix without gradients. Call "
     "A.to_dense() to keep the gradient, or convert under torch.no_grad() to drop it.": convert_with_gradient,
 }
@@ -74,6 +79,12 @@ def test_booleans_and_words_as_an_index():
         A[[True, False, True]]
     with pytest.raises(RegardError, match="received str 'ab'"):
         A["ab"]
+
+
+def test_an_array_of_one_integer_is_an_integer():
+    np.testing.assert_array_equal(A[np.array(1)], A.to_dense()[1])
+    with pytest.raises(RegardError, match=r"received an array of float64 with shape \(\)"):
+        A[np.array(1.5)]
 
 
 def test_the_last_position_from_the_end_is_inside():
