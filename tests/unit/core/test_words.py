@@ -29,6 +29,20 @@ def convert_with_gradient():
 
 
 ERRORS = {
+    "mask: received int 3; expected a mask such as regard.causal(). Wrap it: dense(array) for booleans, True = attend; "
+    "numbers to add are score_mod=bias(array).": lambda: attention(EYE, EYE, mask=3),
+    "mask: received the function len; expected a mask such as regard.causal(). Functions are not accepted; subclass "
+    "regard.Mask, or pass dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array).": (
+        lambda: attention(EYE, EYE, mask=len)
+    ),
+    "mask: received the function causal; expected a mask such as regard.causal(). Call it: causal().": (
+        lambda: attention(EYE, EYE, mask=causal)
+    ),
+    "score_mod: received int 3; expected regard.softcap, alibi, bias or relative_bias. Wrap it: bias(array).": (
+        lambda: attention(EYE, EYE, score_mod=3)
+    ),
+    "attention: received sink as an array of <U1 with shape (1,); expected real numbers. Convert it first: "
+    "sink.astype(float).": lambda: attention(EYE, EYE, sink=["a"]),
     "page: received 2 tokens; expected 3, one for each key. tokens name the keys, and the queries too if both are the "
     "same sequence.": lambda: A.page(["a", "b"]),
     "page: received 4 query_tokens; expected 3, one for each query. tokens name the keys, and the queries too if both "
