@@ -13,6 +13,7 @@ import regard
 from regard import attention, between, bias, causal, dense, document, padding, prefix
 from regard.core.matrix_page import build_payload
 from regard.errors import RegardError
+from regard.measures import Entropy
 
 EYE = np.eye(3)
 A = attention(EYE, EYE)
@@ -22,6 +23,11 @@ def too_large_a_bias():
     build_payload(attention(EYE, EYE, score_mod=bias(np.ones((3, 3)))).problem, "page")
 
 
+def take_too_much():
+    long = np.zeros((60_000, 2), np.float32)
+    attention(long, long)[:, :59_999]
+
+
 def convert_with_gradient():
     torch = pytest.importorskip("torch")
     query = torch.eye(3, requires_grad=True)
@@ -29,6 +35,19 @@ def convert_with_gradient():
 
 
 ERRORS = {
+    "A[index]: received an index with a result of shape (60000, 59999) that would take 14,399,760,000 bytes; expected "
+    "at most 268,435,456 bytes. Take fewer rows at a time, A.lazy[index] for a lazy part of the matrix, "
+    "A.coarsen(512) for a picture, or A.to_dense() to store the whole matrix.": take_too_much,
+    "dense: received array as nested lists of different lengths; expected rows of equal length. Pad the shorter ones, "
+    "and mask the padding with padding(lengths).": lambda: dense([[1, 0], [1]]),
+    "measure: received int 3; expected measures such as Entropy() or TopK(8). To write a measure, subclass "
+    "regard.measures.Measure and define init and step.": lambda: A.measure(3),
+    "measure: received the class Entropy; expected measures such as Entropy() or TopK(8). Pass an instance: "
+    "Entropy(…).": lambda: A.measure(Entropy),
+    "measure: received results with the names entropy, entropy; expected a unique name for each result. Rename one "
+    "with a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).": (
+        lambda: A.measure(Entropy(), Entropy())
+    ),
     "mask: received int 3; expected a mask such as regard.causal(). Wrap it: dense(array) for booleans, True = attend; "
     "numbers to add are score_mod=bias(array).": lambda: attention(EYE, EYE, mask=3),
     "mask: received the function len; expected a mask such as regard.causal(). Functions are not accepted; subclass "

@@ -81,6 +81,19 @@ def test_a_library_carries_the_hash_of_its_sources_and_leaves_nothing_else(tmp_p
     assert (first / LIBRARY_NAME).read_bytes() == (second / LIBRARY_NAME).read_bytes()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is a shell script")
+def test_the_compiler_writes_one_stripped_library(tmp_path, monkeypatch):
+    compiler, folder = tmp_path / "compiler", tmp_path / "library"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho "$@" > "$2"\n')
+    compiler.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setenv("CC", str(compiler))
+    library = compile_library(folder)
+    assert library == folder / LIBRARY_NAME and list(folder.iterdir()) == [library]
+    _, _, source, *flags = library.read_text().split()
+    assert source == "measures.c" and flags == ["-fPIC", "-lm", "-Wl,--build-id=none", "-s"]
+
+
 @pytest.mark.parametrize(
     ("compiler", "problem"),
     [

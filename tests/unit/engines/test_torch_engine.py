@@ -469,11 +469,11 @@ def test_shards_merge_with_their_gradients(small, gradcheck):
 
 @pytest.mark.parametrize("change", [None, softcap(4.0)], ids=["plain", "cap"])
 def test_04_a_masked_nan_reaches_no_gradient(change, small):
-    query, key, value = draw(1, 2, 20, 4, dtype=torch.float64)
-    mask = padding(17) & causal()
+    query, key, value = draw(2, 2, 20, 4, dtype=torch.float64)
+    mask = padding([17, 20]) & causal()
     clean, poisoned = ([x.clone() for x in (query, key, value)] for _ in range(2))
     for x in poisoned[1:]:
-        x[:, :, 17:] = math.nan
+        x[0, :, 17:] = math.nan
     for tensors in (clean, poisoned):
         for x in tensors:
             x.requires_grad_()

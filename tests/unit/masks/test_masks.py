@@ -249,6 +249,7 @@ def test_equal_masks_of_different_constructors() -> None:
     assert prefix(2, LR) == causal(LR) | first(2)
     assert document([0, 1]) == document(np.array([0, 1], np.uint8), query_ids=[0, 1])
     assert dense([[True]], true_means="ignore") == ~dense(np.array([[True]]))
+    assert dense(np.eye(3) > 0) == dense(np.eye(3, dtype=bool)) != dense(np.ones((3, 3), bool))
     assert (causal() & first(3)) & causal() == first(3) & causal()
 
 

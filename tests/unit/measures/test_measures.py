@@ -524,11 +524,8 @@ def test_results_are_named_after_the_class_or_by_keyword() -> None:
     equal(entropy, found.entropy)
     assert (near > mass).all() and big.values.shape == (2, HEADS, 11, 3)
     assert big._fields == ("values", "indices") and A.topk(3)._fields == ("values", "indices")
-    assert [get_result_name(m) for m in (TopK(1), EvenShare(), Received())] == [
-        "topk",
-        "even_share",
-        "received",
-    ]
+    named = [TopK(1), EvenShare(), Received(), type("_XRay", (Entropy,), {})()]
+    assert [get_result_name(measure) for measure in named] == ["topk", "even_share", "received", "xray"]
     assert A.measure() == ()
 
 
