@@ -159,3 +159,11 @@ def test_the_table_of_an_explanation_heads_each_column():
 def test_linear_products_keep_the_dtype_of_the_value():
     linear = regard.linear_attention(np.ones((5, 2), np.float32), np.ones((5, 2), np.float32), mask=causal())
     assert (linear @ np.ones((5, 3), np.float32)).dtype == np.float32
+
+
+def test_a_page_states_the_difference_that_was_found_and_its_bound():
+    rng = np.random.default_rng(0)
+    matrix = attention(rng.normal(size=(40, 8)), rng.normal(size=(40, 8)))
+    error = build_payload(matrix.problem, "page").error
+    assert 0 < error.found_absolute < error.absolute and 0 < error.found_relative < error.relative
+    assert error.compared == matrix.problem.shape[0] * 40 * 40
