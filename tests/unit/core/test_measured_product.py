@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from regard import Distance, Entropy, Output, Received, Spread, TopK, attention, causal  # noqa: E402
+from regard import Distance, Entropy, Output, Position, Received, Spread, TopK, attention, causal  # noqa: E402
 from regard.engines.torch import TorchEngine  # noqa: E402
 from tests.helpers.dense_accumulators import accumulate_dense  # noqa: E402
 
@@ -69,6 +69,27 @@ def test_one_call_gives_the_output_the_measures_and_the_lse(calls: list[Any]) ->
     for part, expected in zip(found[1:], exact.measure(**MEASURES), strict=True):
         np.testing.assert_allclose(part, expected, rtol=1e-9, atol=1e-12)
     assert len(calls) == 1
+
+
+def test_the_lse_after_one_kernel_takes_no_second_pass(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = attention(QUERY.double().numpy(), KEY.double().numpy(), mask=causal()).lse
+    A = attention(QUERY, KEY, mask=causal())
+    A.measure(output=Output(VALUE), **MEASURES)
+    monkeypatch.setattr("regard.core.matrix.compute_measures", None)
+    np.testing.assert_allclose(A.lse, exact, rtol=1e-6)
+
+
+def test_the_lse_after_measures_that_are_columns_of_a_value_takes_no_second_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    A = attention(QUERY.float(), KEY.float(), mask=causal())
+    exact = attention(QUERY.double().numpy(), KEY.double().numpy(), mask=causal()).lse
+    assert "position from extra value columns" in A.plan(Position())
+    A.measure(Position())
+    monkeypatch.setattr("regard.core.matrix.compute_measures", None)
+    np.testing.assert_allclose(A.lse, exact, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,16 @@ def test_intervals_are_the_mask(mask, block):
     np.testing.assert_array_equal(built, whole[rows])
 
 
+@use_tile_sizes(rows=8, columns=8)
+def test_a_mask_is_read_in_parts_that_fit_in_memory(monkeypatch):
+    mask = dense(drawn((40, 40), 0.5))
+    whole = find_intervals(mask, Frame((), 40, 40), np.arange(40), "page")
+    monkeypatch.setattr("regard.masks.segments.MAX_TILE_BYTES", 64)  # two rows of blocks do not fit
+    parts = find_intervals(mask, Frame((), 40, 40), np.arange(40), "page")
+    np.testing.assert_array_equal(parts.offsets, whole.offsets)
+    np.testing.assert_array_equal(parts.edges, whole.edges)
+
+
 @use_tile_sizes(intervals=100)
 def test_a_mask_of_too_many_intervals_is_refused():
     with pytest.raises(TooLargeError) as caught:
