@@ -388,3 +388,12 @@ def test_a_mask_without_allows_raises() -> None:
 
     with pytest.raises(TypeError, match=r"Nothing must define allows\(frame, q_idx, kv_idx, xp\)"):
         Nothing().to_dense(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("side", "starts", "stops"), [("right", [[0], [0]], [[3], [5]]), ("left", [[3], [1]], [[6], [6]])]
+)
+def test_a_range_of_keys_has_limits_for_each_pair(side: str, starts: list[Any], stops: list[Any]) -> None:
+    start, stop = padding([3, 5], side=side).resolve(Frame((2, 1), 4, 6))
+    assert start.dtype == stop.dtype == np.int64
+    assert start.tolist() == starts and stop.tolist() == stops
