@@ -1,0 +1,186 @@
+"""Stories made by a grammar, in which copying pays: a name, colour or thing comes back after other words.
+
+Each template has one or more places marked `|`: the word after it was mentioned before, and nothing else in the story
+tells it. The pair of a template and a name that `is_held_out` names does not occur in the training text, nor do the
+made-up names of `HELD_OUT_NAMES`.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from random import Random
+
+GIRLS = (
+    "Lily Mia Sara Anna Emma Lucy Amy Sue Ella Zoe Nina Jane Kate Rosa Lola Eva Ida Ruby Ivy May Lisa Molly Clara Alice "
+    "Grace Daisy Maria Sophie Hana Nora Tara Wendy"
+).split()
+BOYS = (
+    "Tom Max Ben Tim Sam Jack Leo Bob Dan Joe John Fred Ned Paul Adam Noah Finn Hugo Oscar Peter Mark Billy Timmy Jim "
+    "Theo Omar Luke Carl Otto Felix Henry Victor"
+).split()
+ANIMALS = "cat dog bird fox bear frog duck mouse rabbit owl pig cow horse sheep goat turtle lion monkey".split()
+COLOURS = "red blue green yellow white black brown pink purple orange grey golden".split()
+THINGS = (
+    "ball hat kite boat drum book box cup bag key lamp bell coat car doll cake apple flower stone shell spoon ring "
+    "chair table bike rope sock shoe blanket basket pencil bucket balloon mirror clock pillow ladder candle whistle"
+).split()
+PLACES = (
+    "park garden forest house school beach farm river hill kitchen shop zoo barn field lake market library bridge "
+    "tower cave meadow village island castle"
+).split()
+FOODS = "soup bread cheese jam rice cookies milk honey pears berries nuts eggs corn soup pie carrots".split()
+WORDS = (
+    "sun moon star tree leaf wind rain snow fish nest seed root mud sand wave cloud fire gold silver song dance jump "
+    "hop run clap stop go up down left right one two three four five six seven eight nine ten big small hot cold soft "
+    "loud quick slow tick tock pop bang ding dong hush shine glow spin roll swim climb dig"
+).split()
+# Who has what: the second names the first.
+JOBS = {
+    "artist": "brush", "musician": "guitar", "baker": "loaf", "farmer": "cow", "doctor": "bandage", "painter": "ladder",
+    "cook": "pan", "sailor": "boat", "teacher": "book", "gardener": "shovel", "dancer": "ribbon", "king": "crown",
+    "singer": "song", "fisherman": "net", "builder": "hammer", "clown": "balloon",
+}  # fmt: skip
+STARTS, MIDDLES, ENDS = "B D F G J K L M N P R S T V W Z".split(), "a e i o u".split(), "b d k l m n p r t v x z".split()
+
+# One name, {N}; its kind is {k}, {S} is She or He, {s} she or he, {h} her or his. {c}, {t}, {p} are a colour, thing, place.
+NAME_TEMPLATES = (
+    'There was a {k} named {N}. {S} had a {c} {t}. A bird asked, "What is your name?" "My name is |{N}," said the {k}.',
+    "Once upon a time, there was a little {k} called {N}. {S} lived near the {p}. Everyone in the {p} knew |{N}.",
+    "A {k} named {N} found a {c} {t} in the {p}. The {c} {t} now belongs to |{N}.",
+    '{N} was a happy {k} who liked the {p}. One day {h} mom called, "Where are you, |{N}?"',
+    "One day, {N} lost {h} {t}. {S} looked in the {p} and in the house. A {a} found the {t} and gave it back to |{N}.",
+    'The {k} in the {p} is {N}. {S} has a {c} {t}. "I like your {t}," said the {a} to |{N}.',
+    "{N} wanted to go to the {p}. {S} put on a {c} coat and took a {t}. At the {p}, a {a} was waiting for |{N}.",
+    "Once there was a {k}. The {k} was named {N}. It was a sunny day, and the {a} wanted to play with |{N}.",
+    '"Hello, I am {N}," said the {k}. "I have a {c} {t}." The {a} smiled and said, "Hello, |{N}!"',
+    "The {a} had a friend. The friend was a {k} named {N}. Every day the {a} went to the {p} to see |{N}.",
+    "{N} made a big cake. It was {c} and sweet. The {a} ate the cake and said thank you to |{N}.",
+    "In a house by the {p} lived a {k}. The sign on the door said {N}. So the {k} in the house was |{N}.",
+    'Mom had a {c} {t} for {N}. She put it in a box. On the box she wrote, "For |{N}."',
+    "{N} hid behind the {t}. The {a} looked in the {p}. The {a} looked under the table. At last the {a} found |{N}.",
+    "It was the birthday of {N}. The {a} came with a {c} {t}. They all sang a song for |{N}.",
+    "There once was a {k} named {N} who had no {t}. The {a} had a {c} one. The {a} gave the {t} to |{N}.",
+    'The teacher asked, "Who has the {c} {t}?" {N} had it. "It is here," said |{N}.',
+    "A letter came from the {p}. It was for a {k} named {N}. The {a} took the letter and ran to |{N}.",
+    "{N} was sad, because {s} had lost a {c} {t}. The {a} wanted to help, and gave a hug to |{N}.",
+    "Who is the {k} with the {c} {t}? It is {N}. The {a} in the {p} likes |{N}.",
+)
+# Two names; one of them is told by the story.
+TWO_NAME_TEMPLATES = (
+    "{N} and {M} went to the {p}. {N} had a {t}, and gave it to |{M}. {M} said thank you to |{N}.",
+    "{M} and {N} played in the {p}. {M} threw the {c} ball to |{N}. Then {N} threw it back to |{M}.",
+    "{N} has a {c} {t}, and {M} has a {d} {u}. The {c} {t} is for {N}. The {d} {u} is for |{M}.",
+    "{N} met {M} at the {p}. {N} waved to |{M}, and {M} waved to |{N}.",
+)
+# Colours, things and places that come back.
+OTHER_TEMPLATES = (
+    "{N} had a {c} {t}. {S} took it to the {p}. Everyone looked at the |{c} |{t}.",
+    'The {t} of {N} was {c}. "What colour is your {t}?" asked the {a}. "It is |{c}," said {N}.',
+    "{N} put the {t} in the {p}. The next day {s} did not know where it was. Then {s} saw it in the |{p}.",
+    "There was a {t} and a {u} on the table. {N} took the {u}. Now only the |{t} was there.",
+    'Dad lost his {t}. "Where is my |{t}?" he asked. {N} had seen the |{t} in the {p}.',
+    "The {a} liked {f}, and the {b} liked {g}. {N} gave {f} to the |{a} and {g} to the |{b}.",
+    "{N} saw a {a} on the way to the {p}. {S} was not afraid of the |{a}. At the |{p}, the |{a} was gone.",
+    "The {j} met the {i} in the {p}. One of them had a {J}. It was the |{j}.",
+    "The {j} saw the {i}. One of them had a {I}. It was the |{i}.",
+    "The {a} sat on the mat. The mat was {c}. The {b} sat on the |mat, too.",
+    "A {a} and a {b} sat on the mat. {N} gave them {f}.",
+    "The {c} {a} was tired. It lay down on the mat, and it slept on the |mat all day.",
+)
+# Words that are said again.
+ECHO_TEMPLATES = (
+    '"{w}," said {N}. "|{w}," said the {a}.',
+    'The song went, "{w}." {N} sang it again: "|{w}."',
+    "{N} wrote {w} on the wall. The {a} read it aloud: |{w}.",
+    "The magic words were {w}. {N} did not forget them. {S} said: |{w}. And the {c} door opened.",
+)
+CODE_TEMPLATES = (
+    "def {v}({x}, {y}):\n  return |{x} + {y}",
+    "{x} = {n}\n{y} = {m}\nprint(|{x})",
+    "def {v}({x}):\n  {y} = {n}\n  return |{x} * {y}\nprint(|{v}({m}))",
+    "for {x} in {v}:\n  {y} = |{x} + {n}\nprint({y})",
+)
+FILLERS = (
+    "It was a sunny day.", "The sky was blue.", "They were very happy.", "It was cold outside.", "The wind was strong.",
+    "They laughed and played.", "It was time for lunch.", "The birds were singing.", "Nobody knew why.",
+    "It was a long way.", "Then it began to rain.", "They had a lot of fun.", "The day was over soon.",
+)  # fmt: skip
+TEMPLATES = (*NAME_TEMPLATES, *TWO_NAME_TEMPLATES, *OTHER_TEMPLATES, *ECHO_TEMPLATES, *CODE_TEMPLATES)
+
+
+def draw_made_up_name(rng: Random) -> str:
+    """Draw a name that nobody has, such as Zobi."""
+    name = rng.choice(STARTS) + rng.choice(MIDDLES) + rng.choice(ENDS) + rng.choice(MIDDLES)
+    return name + (rng.choice(ENDS) if rng.random() < 0.4 else "")
+
+
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def is_held_out_name(name: str) -> bool:
+    """Return whether a made-up name is kept for tests."""
+    return name not in (*GIRLS, *BOYS) and _hash(name) % 10 == 0
+
+
+def is_held_out(template: str, name: str) -> bool:
+    """Return whether a template with this name is kept for tests."""
+    return is_held_out_name(name) or _hash(f"{template}: {name}") % 6 == 0
+
+
+def _draw_slots(rng: Random, words: Sequence[str] = WORDS) -> dict[str, str]:
+    """Draw what fills the slots of a template, all different."""
+    is_girl = rng.random() < 0.5
+    if rng.random() < 0.6:
+        names = [draw_made_up_name(rng) for _ in range(2)]
+    else:
+        names = [rng.choice(GIRLS if is_girl else BOYS), rng.choice(GIRLS + BOYS)]
+    slots = dict(zip("NM", names, strict=True))
+    for keys, choices in (("cd", COLOURS), ("tu", THINGS), ("ab", ANIMALS), ("fg", sorted({*FOODS})), ("p", PLACES)):
+        slots |= dict(zip(keys, rng.sample(choices, len(keys)), strict=True))
+    slots["k"] = rng.choice(["girl", "child"] if is_girl else ["boy", "child"])
+    slots |= {"S": "She", "s": "she", "h": "her"} if is_girl else {"S": "He", "s": "he", "h": "his"}
+    slots["j"], slots["i"] = rng.sample(sorted(JOBS), 2)
+    slots["J"], slots["I"] = JOBS[slots["j"]], JOBS[slots["i"]]
+    said = [draw_made_up_name(rng).lower() if rng.random() < 0.3 else rng.choice(words) for _ in range(rng.randint(3, 12))]
+    slots["w"] = " ".join(said)
+    slots |= {key: draw_made_up_name(rng).lower() for key in "vxy"}
+    return slots | {"n": str(rng.randint(2, 9)), "m": str(rng.randint(2, 9))}
+
+
+def fill(template: str, slots: dict[str, str]) -> str:
+    """Fill the slots; the marks stay."""
+    text = re.sub(r"\{(\w)\}", lambda match: slots[match[1]], template)
+    return re.sub(r"\b([Aa]) (\|?[aeiou])", r"\1n \2", text)
+
+
+def draw_story(rng: Random, words: Sequence[str] = WORDS) -> str:
+    """Draw one to four templates about the same persons and things, with other sentences between them."""
+    while True:
+        slots = _draw_slots(rng, words)
+        if slots["N"] == slots["M"] or is_held_out_name(slots["N"]) or is_held_out_name(slots["M"]):
+            continue
+        if rng.random() < 0.06:
+            chosen = [rng.choice(CODE_TEMPLATES)]
+        else:
+            pools = rng.choices(
+                (NAME_TEMPLATES, TWO_NAME_TEMPLATES, OTHER_TEMPLATES, ECHO_TEMPLATES), (5, 2, 3, 5), k=rng.randint(1, 3)
+            )
+            chosen = [rng.choice(pool) for pool in pools]
+        if any(is_held_out(template, slots[key]) for template in chosen for key in "NM"):
+            continue
+        parts = []
+        for template in chosen:
+            parts.append(fill(template, slots).replace("|", ""))
+            if template not in CODE_TEMPLATES and rng.random() < 0.5:
+                parts.append(rng.choice(FILLERS))
+        # The persons of the next part must be new to the listener, or copying would not be needed.
+        return "\n".join(parts) if chosen[0] in CODE_TEMPLATES else " ".join(parts)
+
+
+def draw_stories(count: int, seed: int, words: Sequence[str] = WORDS) -> list[str]:
+    """Draw stories that contain nothing that is held out."""
+    rng = Random(seed)
+    return [draw_story(rng, words) for _ in range(count)]
