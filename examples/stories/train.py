@@ -2,16 +2,18 @@
 
 python -m examples.stories.train FOLDER [--steps N] [--seed N] [--out FOLDER]
 
-FOLDER has the files that README.md names. A checkpoint is written every 200 steps; the same command resumes from it.
-Needs the extras torch, hf (for safetensors) and plot.
+FOLDER has the files that README.md names; the stories of `grammar` are added to them. A checkpoint is written every 400
+steps; the same command resumes from it. Needs the extras torch, hf (for safetensors) and plot.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import time
-from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +23,24 @@ from torch import Tensor
 
 from examples.induction import baselines
 from examples.induction.data import TextSplit
-from examples.induction.model import Config, Model, load, save
-from examples.induction.train import build_progress_bar, measure_bits, round_figures
+from examples.induction.model import Config, Model
+from examples.induction.train import build_progress_bar, round_figures
+from examples.stories import load_stories
 from examples.stories.data import read_stories
+from examples.stories.grammar import draw_stories
 from examples.stories.muon import Muon
+from examples.stories.pieces import build_vocabulary
+from regard.learn.tiny_gpt import FACTOR, encode
 
-CONFIG = Config(vocabulary=256, width=128, heads=4, layers=4, hidden=512, activation="relu2")
-CONTEXT = 256
-STEPS = 4400
+CONFIG = Config(vocabulary=2560, width=256, heads=8, layers=4, hidden=768, activation="relu2")
+CONTEXT = 192
+STEPS = 3600
 WARMUP_STEPS = 50
-DECAY = 0.15  # part of the steps during which the learning rates fall to 0
+DECAY = 0.2  # part of the steps during which the learning rates fall to 0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
-CHECKPOINT_STEPS, MEASURE_STEPS = 200, 100
+CHECKPOINT_STEPS, MEASURE_STEPS = 400, 100
+MADE_STORIES = 70_000
+BATCH = (7, 5)  # excerpts of TinyStories and stories of the grammar in a step
 OUT = Path("build/stories")
 
 
@@ -49,6 +57,34 @@ def rate_factor(step: int, steps: int) -> float:
     return min(1, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY * steps))
 
 
+class StoryText:
+    """The tokens of the training text and of the held-out text.
+
+    Args:
+        text: Excerpts of TinyStories for training, and held-out ones.
+        made: Stories of the grammar.
+        vocabulary: Number of word pieces.
+    """
+
+    def __init__(self, text: TextSplit, made: str, vocabulary: int) -> None:
+        told = text.train.decode()
+        self.text, self.made_bytes = text, len(made)
+        self.pieces = build_vocabulary(f"{told}\n{made[:2_000_000]}", vocabulary)
+        numbers = {piece: number for number, piece in enumerate(self.pieces)}
+        self.told, self.made, self.held_out = (
+            torch.tensor(encode(part, numbers), dtype=torch.int16)
+            for part in (told, made, text.held_out.decode())
+        )
+
+    def find_starts(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tokens of both training texts, each with the lines at which a context can begin."""
+        found = []
+        for tokens in (self.told, self.made):
+            starts = (tokens == 0).nonzero().flatten()
+            found.append((tokens, starts[starts < len(tokens) - CONTEXT - 1]))
+        return found
+
+
 class Trainer:
     """A model in training, with everything needed to resume.
 
@@ -59,13 +95,14 @@ class Trainer:
         text: The training text and the held-out text.
         seed: Seed of the parameters and the batches.
         config: The sizes of the model.
-        batch: Number of pieces of text in a step.
+        batch: Number of contexts in a step, of TinyStories and of the grammar.
     """
 
-    def __init__(self, text: TextSplit, seed: int = 0, config: Config = CONFIG, batch: int = 8) -> None:
+    def __init__(
+        self, text: StoryText, seed: int = 0, config: Config = CONFIG, batch: tuple[int, int] = BATCH
+    ) -> None:
         torch.manual_seed(seed)
-        self.text, self.batch = text, batch
-        self.whole = torch.frombuffer(bytearray(text.train), dtype=torch.uint8)
+        self.text, self.batch, self.starts = text, batch, text.find_starts()
         self.generator = torch.Generator().manual_seed(seed)
         self.model = Model(config)
         matrices = [p for name, p in self.model.layers.named_parameters() if p.dim() == 2]
@@ -82,9 +119,12 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
 
     def draw_batch(self) -> Tensor:
-        """Draw pieces of the training text at random positions, (batch, CONTEXT + 1)."""
-        starts = torch.randint(len(self.whole) - CONTEXT, (self.batch, 1), generator=self.generator)
-        return self.whole[starts + torch.arange(CONTEXT + 1)].long()
+        """Draw contexts that begin at random lines, (batch, CONTEXT + 1)."""
+        drawn = []
+        for (tokens, starts), count in zip(self.starts, self.batch, strict=True):
+            chosen = starts[torch.randint(len(starts), (count, 1), generator=self.generator)]
+            drawn.append(tokens[chosen + torch.arange(CONTEXT + 1)].long())
+        return torch.cat(drawn)
 
     def train_step(self, steps: int) -> float:
         """Make one step of a run.
@@ -147,7 +187,7 @@ def run(trainer: Trainer, steps: int, folder: Path) -> None:
         figures: dict[str, Any] = {"step": trainer.step + 1, "loss": trainer.train_step(steps)}
         if trainer.step == 1 or trainer.step % MEASURE_STEPS == 0 or trainer.step == steps:
             trainer.model.eval()
-            figures["held out"] = measure_bits(trainer.model, trainer.text.held_out[:8_000], CONTEXT)
+            figures["held out"] = measure_bits(trainer.model, trainer.text, 6_000)
             trainer.model.train()
             trainer.history.append(round_figures(figures))
         spent = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
@@ -155,6 +195,52 @@ def run(trainer: Trainer, steps: int, folder: Path) -> None:
         if trainer.step % CHECKPOINT_STEPS == 0:
             torch.save(trainer.state(), folder / f"step-{trainer.step}.pt")
         show(trainer.step, figures)
+
+
+@torch.no_grad()
+def measure_bits(model: Model, text: StoryText, limit: int | None = None) -> float:
+    """Measure the loss of a model on the held-out text; each token is predicted from at least half a context.
+
+    Args:
+        model: The model.
+        text: The text.
+        limit: Number of tokens to read; None for all.
+
+    Returns:
+        Bits per byte.
+    """
+    tokens, half, total = text.held_out[:limit].long(), CONTEXT // 2, 0.0
+    for at in range(0, len(tokens) - 1, half):
+        start = max(0, at - half)
+        part = tokens[start : at + half + 1]
+        loss = F.cross_entropy(model(part[None, :-1])[0], part[1:], reduction="none")
+        total += float(loss[at - start :].sum())
+    # The space that begins a line is not in the text.
+    count = sum(len(text.pieces[token]) for token in tokens[1:]) - int((tokens[:-1] == 0).sum())
+    return total / count / math.log(2)
+
+
+def store(model: Model, pieces: list[str], path: Path, about: dict[str, Any]) -> None:
+    """Write the file that `regard.learn.TinyGPT` reads: matrices as int8 with a factor for each row, the rest as float16.
+
+    Args:
+        model: The trained model.
+        pieces: The word pieces.
+        path: The file.
+        about: How it was trained and what was measured.
+    """
+    from safetensors.torch import save_file
+
+    stored: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() == 2:
+            factor = (tensor.abs().amax(1) / 127).clamp(min=2.0**-24).half()
+            stored[name + FACTOR] = factor
+            stored[name] = (tensor / factor[:, None].float()).round().clamp(-127, 127).to(torch.int8)
+        else:
+            stored[name] = tensor.half()
+    metadata = {"config": asdict(model.config), "about": about, "pieces": pieces}
+    save_file(stored, path, metadata={name: json.dumps(value) for name, value in metadata.items()})
 
 
 def describe(model: Model, trainer: Trainer, seed: int) -> dict[str, Any]:
@@ -166,31 +252,47 @@ def describe(model: Model, trainer: Trainer, seed: int) -> dict[str, Any]:
         seed: Seed of the training.
 
     Returns:
-        Data for the header of the checkpoint.
+        Data for the header of the file.
     """
-    text = trainer.text
+    text = trainer.text.text
+    return describe_run(trainer, seed) | {
+        "bits": {
+            "model": measure_bits(model, trainer.text),
+            "zlib": baselines.measure_zlib(text),
+            "xz": baselines.measure_xz(text),
+            "counting": baselines.measure_ngrams(text),
+        },
+        "text": {
+            "name": "TinyStories (CDLA-Sharing-1.0) and stories of a grammar",
+            "train_bytes": len(text.train),
+            "made_bytes": trainer.text.made_bytes,
+            "held_out_bytes": len(text.held_out),
+            "sha256": hashlib.sha256(b"\0".join(text)).hexdigest(),
+        },
+        "history": trainer.history,
+    }
+
+
+def describe_run(trainer: Trainer, seed: int) -> dict[str, Any]:
+    """Return the settings of a run, its time, and the places of the data that `describe` measures.
+
+    Args:
+        trainer: The finished training.
+        seed: Seed of the training.
+
+    Returns:
+        Data for the header of the file.
+    """
     return {
         "task": "stories",
         "context": CONTEXT,
         "steps": trainer.step,
         "seed": seed,
-        "batch": trainer.batch,
+        "batch": sum(trainer.batch),
         "seconds": round(trainer.seconds[0]),
         "cpu_seconds": round(trainer.seconds[1]),
-        "bits": {
-            "model": measure_bits(model, text.held_out, CONTEXT),
-            "zlib": baselines.measure_zlib(text),
-            "xz": baselines.measure_xz(text),
-            "counting": baselines.measure_ngrams(text),
-        },
-        "seen": [byte for byte, _ in Counter(text.train).most_common()],
-        "text": {
-            "name": "TinyStories (CDLA-Sharing-1.0)",
-            "train_bytes": len(text.train),
-            "held_out_bytes": len(text.held_out),
-            "sha256": hashlib.sha256(b"\0".join(text)).hexdigest(),
-        },
-        "history": trainer.history,
+        "bits": {},
+        "text": {},
     }
 
 
@@ -213,7 +315,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(read_stories(options.text), options.seed)
+    made = "\n".join(draw_stories(MADE_STORIES, options.seed))
+    trainer = Trainer(StoryText(read_stories(options.text), made, CONFIG.vocabulary), options.seed)
     # A checkpoint from the time before the rates fall serves runs of any length.
     constant = (1 - DECAY) * options.steps
     saved = [(int(path.stem.split("-")[1]), path) for path in options.out.glob("step-*.pt")]
@@ -222,11 +325,10 @@ def main(arguments: list[str] | None = None) -> None:
         trainer.restore(torch.load(max(usable)[1]))
     run(trainer, options.steps, options.out)
     path = options.out / "stories.safetensors"
-    save(trainer.model, path)
-    model = load(path)  # the figures are about the stored float16 weights
-    about = describe(model, trainer, options.seed)
-    save(model, path, about)
-    plot_losses(load(path), options.out / "stories-loss.svg")
+    store(trainer.model, trainer.text.pieces, path, describe_run(trainer, options.seed))
+    about = describe(load_stories(path), trainer, options.seed)  # the figures are about the stored weights
+    store(trainer.model, trainer.text.pieces, path, about)
+    plot_losses(load_stories(path), options.out / "stories-loss.svg")
     print("\n".join(f"{name}: {value}" for name, value in about.items() if name != "history"))
 
 

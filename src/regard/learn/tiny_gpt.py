@@ -1,19 +1,21 @@
-"""A whole language model: a table of vectors, blocks of attention and MLP, and a guess for the next byte.
+"""A whole language model: a table of vectors, blocks of attention and MLP, and a guess for the next token.
 
-    x = embedding[bytes]
+    x = embedding[tokens]
     x = x + attention(norm(x))    then    x = x + MLP(norm(x))    four times
     guess = softmax(unembedding(norm(x)))
 
-The sum x is called the residual stream: every part reads it and adds to it. `regard.explore.model` runs this model in a
-page.
+The sum x is called the residual stream: every part reads it and adds to it. Tokens are words and pieces of words.
+`regard.explore.model` runs this model in a page.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,42 +31,67 @@ from regard.learn.validation import Floats
 from regard.positions import rope
 
 STORED_MODEL = "stories.safetensors"  # written by examples/stories/train.py, beside this module
+FACTOR, DTYPES = ".factor", {"F16": "<f2", "I8": "i1"}  # the factor of each row of an int8 matrix
 EPSILON = 2.0**-23  # of torch's RMSNorm, with which the model was trained
 CONFIG_NAMES = {"vocabulary", "width", "heads", "layers", "hidden", "activation"}
-ABOUT_NAMES = {"seen", "context", "bits", "text", "steps", "batch"}
+ABOUT_NAMES = {"context", "bits", "text", "steps", "batch"}
 
 
 @dataclass(frozen=True, eq=False)
 class TinyGPTRun:
-    """What a model computed for a text of n bytes.
+    """What a model computed for a text of n tokens.
 
     Attributes:
-        tokens: The bytes of the text, (n,).
+        tokens: The numbers of the tokens, (n,); the first is the newline that begins every text.
+        pieces: The text of each token.
         stream: The residual stream after the embedding and after each attention and MLP, (2 · layers + 1, n, width).
+        query, key, value: What each head compares and mixes, (layers, heads, n, head_dim).
         weights: The attention weights, (layers, heads, n, n).
-        guesses: The probabilities of the next byte, read from each entry of `stream`, (2 · layers + 1, n, 256).
-            Those of the model are `guesses[-1]`; `guesses[-1, -1]` are those after the whole text.
     """
 
     tokens: Any
+    pieces: Sequence[str]
     stream: Floats
+    query: Floats
+    key: Floats
+    value: Floats
     weights: Floats
-    guesses: Floats
+    _gpt: TinyGPT = field(repr=False)
+
+    @cached_property
+    def guesses(self) -> Floats:
+        """The probabilities of the next token, read from each entry of `stream`, (2 · layers + 1, n, vocabulary).
+
+        Those of the model are `guesses[-1]`; `guesses[-1, -1]` are those after the whole text.
+        """
+        return self._gpt.read_stream(self.stream)
+
+    @cached_property
+    def next(self) -> Floats:
+        """The probabilities of the token after the text, (vocabulary,)."""
+        return self._gpt.read_stream(self.stream[-1, -1])
+
+    def best(self, count: int = 5) -> list[tuple[str, float]]:
+        """Return the most likely next tokens with their probabilities, the first one first."""
+        order = np.argsort(-self.next, kind="stable")[:count]
+        return [(self._gpt.pieces[token], float(self.next[token])) for token in order]
 
     def __repr__(self) -> str:
-        byte = self.guesses[-1, -1].argmax()
-        return f"<{len(self.tokens)} bytes, next {chr(byte)!r} with {self.guesses[-1, -1, byte]:.3f}>"
+        (piece, share), *_ = self.best(1)
+        return f"<{len(self.tokens)} tokens, next {piece!r} with {share:.3f}>"
 
 
 class TinyGPT:
-    """A language model of bytes in NumPy, trained on children's stories (`examples/stories`).
+    """A language model of word pieces in NumPy, trained on children's stories (`examples/stories`).
 
     Args:
         path: File of another model that `examples/stories/train.py` wrote. Default: the model of the package.
 
     Attributes:
         config: The sizes `vocabulary`, `width`, `heads`, `layers` and `hidden`.
-        parameters: The arrays by their names in PyTorch, in float64; they are stored as float16.
+        pieces: The text of each token: words with the space before them, pieces of words, and signs.
+        parameters: The arrays by their names in PyTorch, in float64; matrices are stored as int8 with a factor for each
+            row.
         about: How the model was trained, and its bits per byte of text that it has not seen.
 
     Raises:
@@ -72,10 +99,10 @@ class TinyGPT:
 
     >>> model = TinyGPT()
     >>> model.config["layers"], model.config["heads"]
-    (4, 4)
-    >>> model("Once upon a tim")
-    <15 bytes, next 'e' with ...>
-    >>> model.generate("Once upon a ", 5)
+    (4, 8)
+    >>> model("The cat sat on the")
+    <6 tokens, next ' mat' with ...>
+    >>> model.generate("Once upon a", 2)
     'Once upon a time,'
     """
 
@@ -83,20 +110,47 @@ class TinyGPT:
         stored = resources.files("regard.learn").joinpath(STORED_MODEL)
         try:
             content = stored.read_bytes() if path is None else Path(path).read_bytes()
-            self.config, self.about, self.parameters = _read_safetensors(content)
+            self.config, self.about, self.pieces, self.parameters = _read_safetensors(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
                 "TinyGPT",
                 received=f"{path}, which cannot be read ({error})",
-                expected="a byte-level model that examples/stories/train.py wrote",
+                expected="a model of word pieces that examples/stories/train.py wrote",
                 hint="Omit the path for the model of children's stories.",
             ) from error
+        self._numbers = {piece: number for number, piece in enumerate(self.pieces)}
 
-    def __call__(self, text: str | bytes, *, off: Iterable[tuple[int, int]] = ()) -> TinyGPTRun:
+    def encode(self, text: str) -> list[int]:
+        """Split a text into tokens: a newline first, then the longest piece that fits, from left to right.
+
+        Args:
+            text: The text. Each line gets a space before it, so that its first word is the token that it is elsewhere;
+                characters that are not ASCII become "?".
+
+        Returns:
+            The numbers of the tokens.
+
+        >>> gpt = TinyGPT()
+        >>> [gpt.pieces[token] for token in gpt.encode("Zobi has a hat.")]
+        ['\\n', ' Zo', 'bi', ' has', ' a', ' hat', '.']
+        """
+        return encode(text, self._numbers)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens, without the newline and the space that `encode` adds.
+
+        >>> gpt = TinyGPT()
+        >>> gpt.decode(gpt.encode("Hello.\\nHello."))
+        'Hello.\\nHello.'
+        """
+        text = "".join(self.pieces[token] for token in tokens)
+        return re.sub(r"^ ", "", text.removeprefix("\n"), flags=re.MULTILINE)
+
+    def __call__(self, text: str | Sequence[int], *, off: Iterable[tuple[int, int]] = ()) -> TinyGPTRun:
         """Read a text.
 
         Args:
-            text: The text; at least one byte, and as a rule at most `about["context"]`, as in training.
+            text: The text, or its tokens; as a rule at most `about["context"]` of them, as in training.
             off: Heads (layer, head) that are switched off: their output is 0.
 
         Returns:
@@ -105,18 +159,16 @@ class TinyGPT:
         Raises:
             ArgumentError: If the text is empty, or there is no such head.
         """
-        tokens = np.frombuffer(_as_bytes(text), np.uint8)
+        tokens = self._as_tokens(text)
         P, visible, silent = self.parameters, create_causal_mask(len(tokens)), self._find_heads(off)
         x = P["embedding.weight"][tokens]  # (n, width)
-        stream, maps = [x], []
+        stream, heads = [x], []
         for layer in range(self.config["layers"]):
             attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
             h = _rms_norm(x, P[f"layers.{layer}.norm.weight"])
             Q, K, V = (self._split_heads(h @ P[f"{attention}.{name}_proj.weight"].T) for name in "qkv")
             Q, K = rope(Q, layout="half"), rope(K, layout="half")
-            output, weights = scaled_dot_product_attention(
-                Q, K, V, visible
-            )  # (heads, n, head_dim), (heads, n, n)
+            output, weights = scaled_dot_product_attention(Q, K, V, visible)  # (heads, n, head_dim or n)
             output[silent[layer]] = 0
             x = x + output.swapaxes(0, 1).reshape(x.shape) @ P[f"{attention}.out_proj.weight"].T
             stream.append(x)
@@ -124,40 +176,60 @@ class TinyGPT:
             hidden = relu(h @ P[f"{mlp}.1.weight"].T + P[f"{mlp}.1.bias"]) ** 2
             x = x + hidden @ P[f"{mlp}.3.weight"].T + P[f"{mlp}.3.bias"]
             stream.append(x)
-            maps.append(weights)
-        logits = _rms_norm(np.stack(stream), P["norm.weight"]) @ P["unembedding.weight"].T
-        return TinyGPTRun(tokens, np.stack(stream), np.stack(maps), softmax(logits))
+            heads.append((Q, K, V, weights))
+        pieces = [self.pieces[token] for token in tokens]
+        return TinyGPTRun(tokens, pieces, np.stack(stream), *map(np.stack, zip(*heads, strict=True)), self)
+
+    def read_stream(self, x: Floats) -> Floats:
+        """Return the probabilities of the next token that vectors of the residual stream stand for.
+
+        Args:
+            x: Vectors (…, width).
+
+        Returns:
+            Probabilities (…, vocabulary).
+        """
+        P = self.parameters
+        return softmax(_rms_norm(x, P["norm.weight"]) @ P["unembedding.weight"].T)
 
     def generate(self, text: str, length: int, *, temperature: float = 0.0, seed: int = 0) -> str:
-        """Write on, byte by byte. The whole text is read again for each, up to the context of the training.
+        """Write on, token by token. The whole text is read again for each, up to the context of the training.
 
         Args:
             text: The beginning.
-            length: Number of bytes to write.
-            temperature: 0 takes the most likely byte each time; 1 draws from the guess of the model.
+            length: Number of tokens to write.
+            temperature: 0 takes the most likely token each time; 1 draws from the guess of the model.
             seed: Seed of the drawing.
 
         Returns:
-            The beginning and what was written; bytes that are no text become U+FFFD.
+            The beginning and what was written.
 
         Raises:
             ArgumentError: If the text is empty.
         """
-        written, rng = _as_bytes(text), np.random.default_rng(seed)
+        tokens, rng = list(self._as_tokens(text)), np.random.default_rng(seed)
         for _ in range(length):
-            guess = self(written[-self.about["context"] :]).guesses[-1, -1]
+            guess = self(tokens[-self.about["context"] :]).next
             if temperature > 0:
-                shaped = softmax(np.log(guess), temperature=temperature)
-                written += bytes([rng.choice(len(guess), p=shaped)])
-            else:
-                written += bytes([guess.argmax()])
-        return written.decode("utf-8", "replace")
+                guess = softmax(np.log(guess), temperature=temperature)
+            tokens.append(int(rng.choice(len(guess), p=guess) if temperature > 0 else guess.argmax()))
+        return self.decode(tokens)
 
     def __repr__(self) -> str:
         count = sum(array.size for array in self.parameters.values())
         return (
             f"<TinyGPT, {self.config['layers']} layers of {self.config['heads']} heads, {count:,} parameters>"
         )
+
+    def _as_tokens(self, text: str | Sequence[int]) -> Any:
+        if not isinstance(text, str | Sequence) or isinstance(text, bytes) or not text:
+            raise ArgumentError(
+                "TinyGPT",
+                received=f"text as {describe_argument(text)}",
+                expected="a text of at least one character, or its tokens",
+                hint='Pass the beginning of a story: model("Once upon a time").',
+            )
+        return np.array(self.encode(text) if isinstance(text, str) else text)
 
     def _split_heads(self, x: Floats) -> Floats:
         return x.reshape(len(x), self.config["heads"], -1).swapaxes(0, 1)  # (heads, n, head_dim)
@@ -177,15 +249,28 @@ class TinyGPT:
         return silent
 
 
-def _as_bytes(text: str | bytes) -> bytes:
-    if not isinstance(text, str | bytes) or not text:
-        raise ArgumentError(
-            "TinyGPT",
-            received=f"text as {describe_argument(text)}",
-            expected="a text of at least one character",
-            hint='Pass the beginning of a story: model("Once upon a time").',
-        )
-    return text.encode("utf-8", "replace") if isinstance(text, str) else text
+def encode(text: str, numbers: Mapping[str, int]) -> list[int]:
+    """Split a text into the longest pieces from left to right, as `TinyGPT.encode` does.
+
+    Args:
+        text: The text.
+        numbers: Number of each piece; every ASCII character is one.
+
+    Returns:
+        The numbers of the pieces; a newline comes first.
+    """
+    text = "\n" + mark_lines(text.encode("ascii", "replace").decode())
+    longest, at, tokens = max(map(len, numbers)), 0, []
+    while at < len(text):
+        length = next(n for n in range(min(longest, len(text) - at), 0, -1) if text[at : at + n] in numbers)
+        tokens.append(numbers[text[at : at + length]])
+        at += length
+    return tokens
+
+
+def mark_lines(text: str) -> str:
+    """Put a space at the beginning of each line that does not begin with one."""
+    return re.sub(r"^(?=[^\n ])", " ", text, flags=re.MULTILINE)
 
 
 def _rms_norm(x: Floats, weight: Floats) -> Floats:
@@ -194,22 +279,25 @@ def _rms_norm(x: Floats, weight: Floats) -> Floats:
     return x / size * weight
 
 
-def _read_safetensors(content: bytes) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Floats]]:
-    """Read config, about and arrays: eight bytes of length, a JSON header, then the numbers."""
+def _read_safetensors(
+    content: bytes,
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Sequence[str], Mapping[str, Floats]]:
+    """Read config, about, pieces and arrays: eight bytes of length, a JSON header, then the numbers."""
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     metadata = header.pop("__metadata__")
-    config, about = (json.loads(metadata[name]) for name in ("config", "about"))
+    config, about, pieces = (json.loads(metadata[name]) for name in ("config", "about", "pieces"))
     if not (CONFIG_NAMES <= config.keys() and ABOUT_NAMES <= about.keys()):
         raise ValueError("another kind of model")
-    if config["vocabulary"] != 256 or config["activation"] != "relu2":
-        raise ValueError("not a model of bytes with the activation relu2")
-    if {entry["dtype"] for entry in header.values()} != {"F16"}:
-        raise ValueError("not all arrays are float16")
+    if config["vocabulary"] != len(pieces) or config["activation"] != "relu2":
+        raise ValueError("not a model of word pieces with the activation relu2")
     arrays = {
-        name: np.frombuffer(data[slice(*entry["data_offsets"])], "<f2")
+        name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]])
         .reshape(entry["shape"])
         .astype(np.float64)
         for name, entry in header.items()
     }
-    return config, about, arrays
+    factors = {name.removesuffix(FACTOR): arrays.pop(name) for name in header if name.endswith(FACTOR)}
+    return config, about, pieces, {
+        name: array * factors[name][:, None] if name in factors else array for name, array in arrays.items()
+    }
