@@ -1,14 +1,15 @@
 """Stories made by a grammar, in which copying pays: a name, colour or thing comes back after other words.
 
 Each template has one or more places marked `|`: the word after it was mentioned before, and nothing else in the story
-tells it. The pair of a template and a name that `is_held_out` names does not occur in the training text, nor do the
-made-up names of `HELD_OUT_NAMES`.
+tells it. What `is_held_out` names, pairs of a template and a name and one made-up name in ten, does not occur in the
+training text, and is what the tests ask for.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from random import Random
 
@@ -30,12 +31,7 @@ PLACES = (
     "park garden forest house school beach farm river hill kitchen shop zoo barn field lake market library bridge "
     "tower cave meadow village island castle"
 ).split()
-FOODS = "soup bread cheese jam rice cookies milk honey pears berries nuts eggs corn soup pie carrots".split()
-WORDS = (
-    "sun moon star tree leaf wind rain snow fish nest seed root mud sand wave cloud fire gold silver song dance jump "
-    "hop run clap stop go up down left right one two three four five six seven eight nine ten big small hot cold soft "
-    "loud quick slow tick tock pop bang ding dong hush shine glow spin roll swim climb dig"
-).split()
+FOODS = "soup bread cheese jam rice cookies milk honey pears berries nuts eggs corn pie carrots".split()
 # Who has what: the second names the first.
 JOBS = {
     "artist": "brush", "musician": "guitar", "baker": "loaf", "farmer": "cow", "doctor": "bandage", "painter": "ladder",
@@ -74,6 +70,12 @@ TWO_NAME_TEMPLATES = (
     "{N} has a {c} {t}, and {M} has a {d} {u}. The {c} {t} is for {N}. The {d} {u} is for |{M}.",
     "{N} met {M} at the {p}. {N} waved to |{M}, and {M} waved to |{N}.",
 )
+# Never with a cat, so that "The cat sat on the" is new to the model.
+MAT_TEMPLATES = (
+    "The {a} sat on the mat. The mat was {c}. The {b} sat on the |mat, too.",
+    "A {a} and a {b} sat on the mat. {N} gave them {f}.",
+    "The {c} {a} was tired. It lay down on the mat, and it slept on the |mat all day.",
+)
 # Colours, things and places that come back.
 OTHER_TEMPLATES = (
     "{N} had a {c} {t}. {S} took it to the {p}. Everyone looked at the |{c} |{t}.",
@@ -85,9 +87,7 @@ OTHER_TEMPLATES = (
     "{N} saw a {a} on the way to the {p}. {S} was not afraid of the |{a}. At the |{p}, the |{a} was gone.",
     "The {j} met the {i} in the {p}. One of them had a {J}. It was the |{j}.",
     "The {j} saw the {i}. One of them had a {I}. It was the |{i}.",
-    "The {a} sat on the mat. The mat was {c}. The {b} sat on the |mat, too.",
-    "A {a} and a {b} sat on the mat. {N} gave them {f}.",
-    "The {c} {a} was tired. It lay down on the mat, and it slept on the |mat all day.",
+    *MAT_TEMPLATES,
 )
 # Words that are said again.
 ECHO_TEMPLATES = (
@@ -107,7 +107,9 @@ FILLERS = (
     "They laughed and played.", "It was time for lunch.", "The birds were singing.", "Nobody knew why.",
     "It was a long way.", "Then it began to rain.", "They had a lot of fun.", "The day was over soon.",
 )  # fmt: skip
-TEMPLATES = (*NAME_TEMPLATES, *TWO_NAME_TEMPLATES, *OTHER_TEMPLATES, *ECHO_TEMPLATES, *CODE_TEMPLATES)
+CODE_SHARE = 0.06
+MORE_NAMES = "Spot Sally Sarah Kitty Fluffy Benny Buddy Mary Penny Andy Sammy Bella Whiskers Jenny Jerry".split()
+NAME = rf"\b(?:{'|'.join(sorted({*GIRLS, *BOYS, *MORE_NAMES} - {'May'}))})\b"  # May is a word, too
 
 
 def draw_made_up_name(rng: Random) -> str:
@@ -130,21 +132,24 @@ def is_held_out(template: str, name: str) -> bool:
     return is_held_out_name(name) or _hash(f"{template}: {name}") % 6 == 0
 
 
-def _draw_slots(rng: Random, words: Sequence[str] = WORDS) -> dict[str, str]:
-    """Draw what fills the slots of a template, all different."""
+def draw_slots(rng: Random, words: Sequence[str]) -> dict[str, str]:
+    """Draw what fills the slots of a template: names (N, M) that differ, things, and words to repeat (w)."""
     is_girl = rng.random() < 0.5
     if rng.random() < 0.6:
         names = [draw_made_up_name(rng) for _ in range(2)]
     else:
         names = [rng.choice(GIRLS if is_girl else BOYS), rng.choice(GIRLS + BOYS)]
+    if names[0] == names[1]:
+        return draw_slots(rng, words)
     slots = dict(zip("NM", names, strict=True))
-    for keys, choices in (("cd", COLOURS), ("tu", THINGS), ("ab", ANIMALS), ("fg", sorted({*FOODS})), ("p", PLACES)):
+    for keys, choices in (("cd", COLOURS), ("tu", THINGS), ("ab", ANIMALS), ("fg", FOODS), ("p", PLACES)):
         slots |= dict(zip(keys, rng.sample(choices, len(keys)), strict=True))
     slots["k"] = rng.choice(["girl", "child"] if is_girl else ["boy", "child"])
     slots |= {"S": "She", "s": "she", "h": "her"} if is_girl else {"S": "He", "s": "he", "h": "his"}
     slots["j"], slots["i"] = rng.sample(sorted(JOBS), 2)
     slots["J"], slots["I"] = JOBS[slots["j"]], JOBS[slots["i"]]
-    said = [draw_made_up_name(rng).lower() if rng.random() < 0.3 else rng.choice(words) for _ in range(rng.randint(3, 12))]
+    count = rng.randint(3, 12)
+    said = (draw_made_up_name(rng).lower() if rng.random() < 0.3 else rng.choice(words) for _ in range(count))
     slots["w"] = " ".join(said)
     slots |= {key: draw_made_up_name(rng).lower() for key in "vxy"}
     return slots | {"n": str(rng.randint(2, 9)), "m": str(rng.randint(2, 9))}
@@ -156,31 +161,62 @@ def fill(template: str, slots: dict[str, str]) -> str:
     return re.sub(r"\b([Aa]) (\|?[aeiou])", r"\1n \2", text)
 
 
-def draw_story(rng: Random, words: Sequence[str] = WORDS) -> str:
-    """Draw one to four templates about the same persons and things, with other sentences between them."""
-    while True:
-        slots = _draw_slots(rng, words)
-        if slots["N"] == slots["M"] or is_held_out_name(slots["N"]) or is_held_out_name(slots["M"]):
-            continue
-        if rng.random() < 0.06:
-            chosen = [rng.choice(CODE_TEMPLATES)]
-        else:
-            pools = rng.choices(
-                (NAME_TEMPLATES, TWO_NAME_TEMPLATES, OTHER_TEMPLATES, ECHO_TEMPLATES), (5, 2, 3, 5), k=rng.randint(1, 3)
-            )
-            chosen = [rng.choice(pool) for pool in pools]
-        if any(is_held_out(template, slots[key]) for template in chosen for key in "NM"):
-            continue
-        parts = []
-        for template in chosen:
-            parts.append(fill(template, slots).replace("|", ""))
-            if template not in CODE_TEMPLATES and rng.random() < 0.5:
-                parts.append(rng.choice(FILLERS))
-        # The persons of the next part must be new to the listener, or copying would not be needed.
-        return "\n".join(parts) if chosen[0] in CODE_TEMPLATES else " ".join(parts)
+def draw_story(rng: Random, words: Sequence[str]) -> str:
+    """Draw one to three templates about the same persons and things, with other sentences between them."""
+    slots = draw_slots(rng, words)
+    if rng.random() < CODE_SHARE:
+        return fill(rng.choice(CODE_TEMPLATES), slots).replace("|", "")
+    pools = (NAME_TEMPLATES, TWO_NAME_TEMPLATES, OTHER_TEMPLATES, ECHO_TEMPLATES)
+    chosen = [rng.choice(pool) for pool in rng.choices(pools, (5, 2, 3, 5), k=rng.randint(1, 3))]
+    has_cat = "cat" in (slots["a"], slots["b"])
+    if any(
+        is_held_out(template, slots[key]) or (has_cat and template in MAT_TEMPLATES)
+        for template in chosen
+        for key in "NM"
+    ):
+        return draw_story(rng, words)
+    parts = []
+    for template in chosen:
+        parts.append(fill(template, slots).replace("|", ""))
+        if rng.random() < 0.5:
+            parts.append(rng.choice(FILLERS))
+    return " ".join(parts)
 
 
-def draw_stories(count: int, seed: int, words: Sequence[str] = WORDS) -> list[str]:
-    """Draw stories that contain nothing that is held out."""
+def draw_stories(count: int, seed: int, words: Sequence[str]) -> list[str]:
+    """Draw stories that contain nothing that is held out.
+
+    Args:
+        count: Number of stories.
+        seed: Seed of the drawing.
+        words: Words that characters of the stories repeat.
+
+    Returns:
+        The stories; those of code have several lines.
+    """
     rng = Random(seed)
     return [draw_story(rng, words) for _ in range(count)]
+
+
+def rename(text: str, seed: int) -> str:
+    """Replace the names in a text by made-up ones, the same for each name in 40 lines, which are a few stories.
+
+    Args:
+        text: Stories, one paragraph on each line.
+        seed: Seed of the drawing.
+
+    Returns:
+        The text with other names, none of them held out.
+    """
+    rng, lines = Random(seed), text.split("\n")
+
+    def draw() -> str:
+        name = draw_made_up_name(rng)
+        return draw() if is_held_out_name(name) else name
+
+    parts = []
+    for start in range(0, len(lines), 40):
+        names: defaultdict[str, str] = defaultdict(draw)
+        part = "\n".join(lines[start : start + 40])
+        parts.append(re.sub(NAME, lambda match, names=names: names[match[0]], part))
+    return "\n".join(parts)

@@ -12,7 +12,9 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from examples.induction.model import Config, Model
 from examples.induction.train import build_progress_bar, round_figures
 from examples.stories import load_stories
 from examples.stories.data import read_stories
-from examples.stories.grammar import draw_stories
+from examples.stories.grammar import draw_stories, rename
 from examples.stories.muon import Muon
 from examples.stories.pieces import build_vocabulary
 from regard.learn.tiny_gpt import FACTOR, encode
@@ -39,8 +41,9 @@ WARMUP_STEPS = 50
 DECAY = 0.2  # part of the steps during which the learning rates fall to 0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
 CHECKPOINT_STEPS, MEASURE_STEPS = 400, 100
-MADE_STORIES = 70_000
-BATCH = (7, 5)  # excerpts of TinyStories and stories of the grammar in a step
+MADE_STORIES = 60_000
+REPEATED_WORD_COUNT = 10  # words of TinyStories that stories of the grammar repeat occur so often
+BATCH = (5, 2, 5)  # contexts of each training text in a step
 OUT = Path("build/stories")
 
 
@@ -58,31 +61,33 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 class StoryText:
-    """The tokens of the training text and of the held-out text.
+    """The tokens of the training texts and of the held-out text.
+
+    There are three training texts: the excerpts of TinyStories, the same with made-up names, and stories of the grammar.
 
     Args:
         text: Excerpts of TinyStories for training, and held-out ones.
-        made: Stories of the grammar.
         vocabulary: Number of word pieces.
+        made_stories: Number of stories of the grammar.
+        seed: Seed of names and stories.
     """
 
-    def __init__(self, text: TextSplit, made: str, vocabulary: int) -> None:
+    def __init__(self, text: TextSplit, vocabulary: int, made_stories: int, seed: int) -> None:
         told = text.train.decode()
+        counts = Counter(re.findall(r"\b[a-z]{3,}\b", told))
+        words = sorted(word for word, count in counts.items() if count >= REPEATED_WORD_COUNT)
+        made = "\n".join(draw_stories(made_stories, seed, words))
         self.text, self.made_bytes = text, len(made)
-        self.pieces = build_vocabulary(f"{told}\n{made[:2_000_000]}", vocabulary)
+        self.pieces = build_vocabulary(f"{told}\n{made[: len(told)]}", vocabulary)
         numbers = {piece: number for number, piece in enumerate(self.pieces)}
-        self.told, self.made, self.held_out = (
+        *self.training, self.held_out = (
             torch.tensor(encode(part, numbers), dtype=torch.int16)
-            for part in (told, made, text.held_out.decode())
+            for part in (told, rename(told, seed), made, text.held_out.decode())
         )
 
-    def find_starts(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tokens of both training texts, each with the lines at which a context can begin."""
-        found = []
-        for tokens in (self.told, self.made):
-            starts = (tokens == 0).nonzero().flatten()
-            found.append((tokens, starts[starts < len(tokens) - CONTEXT - 1]))
-        return found
+    def find_starts(self, context: int) -> list[Tensor]:
+        """Return the lines of each training text at which a context can begin."""
+        return [(tokens[: -context - 1] == 0).nonzero().flatten() for tokens in self.training]
 
 
 class Trainer:
@@ -95,14 +100,21 @@ class Trainer:
         text: The training text and the held-out text.
         seed: Seed of the parameters and the batches.
         config: The sizes of the model.
-        batch: Number of contexts in a step, of TinyStories and of the grammar.
+        batch: Number of contexts of each training text in a step.
+        context: Number of tokens in each.
     """
 
     def __init__(
-        self, text: StoryText, seed: int = 0, config: Config = CONFIG, batch: tuple[int, int] = BATCH
+        self,
+        text: StoryText,
+        seed: int = 0,
+        config: Config = CONFIG,
+        batch: tuple[int, ...] = BATCH,
+        context: int = CONTEXT,
     ) -> None:
         torch.manual_seed(seed)
-        self.text, self.batch, self.starts = text, batch, text.find_starts()
+        self.text, self.batch, self.context = text, batch, context
+        self.starts = text.find_starts(context)
         self.generator = torch.Generator().manual_seed(seed)
         self.model = Model(config)
         matrices = [p for name, p in self.model.layers.named_parameters() if p.dim() == 2]
@@ -119,11 +131,11 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
 
     def draw_batch(self) -> Tensor:
-        """Draw contexts that begin at random lines, (batch, CONTEXT + 1)."""
+        """Draw contexts that begin at random lines, (batch, context + 1)."""
         drawn = []
-        for (tokens, starts), count in zip(self.starts, self.batch, strict=True):
+        for tokens, starts, count in zip(self.text.training, self.starts, self.batch, strict=True):
             chosen = starts[torch.randint(len(starts), (count, 1), generator=self.generator)]
-            drawn.append(tokens[chosen + torch.arange(CONTEXT + 1)].long())
+            drawn.append(tokens[chosen + torch.arange(self.context + 1)].long())
         return torch.cat(drawn)
 
     def train_step(self, steps: int) -> float:
@@ -187,7 +199,7 @@ def run(trainer: Trainer, steps: int, folder: Path) -> None:
         figures: dict[str, Any] = {"step": trainer.step + 1, "loss": trainer.train_step(steps)}
         if trainer.step == 1 or trainer.step % MEASURE_STEPS == 0 or trainer.step == steps:
             trainer.model.eval()
-            figures["held out"] = measure_bits(trainer.model, trainer.text, 6_000)
+            figures["held out"] = measure_bits(trainer.model, trainer.text, trainer.context, 6_000)
             trainer.model.train()
             trainer.history.append(round_figures(figures))
         spent = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
@@ -198,18 +210,19 @@ def run(trainer: Trainer, steps: int, folder: Path) -> None:
 
 
 @torch.no_grad()
-def measure_bits(model: Model, text: StoryText, limit: int | None = None) -> float:
+def measure_bits(model: Model, text: StoryText, context: int, limit: int | None = None) -> float:
     """Measure the loss of a model on the held-out text; each token is predicted from at least half a context.
 
     Args:
         model: The model.
         text: The text.
+        context: Number of tokens in a context.
         limit: Number of tokens to read; None for all.
 
     Returns:
         Bits per byte.
     """
-    tokens, half, total = text.held_out[:limit].long(), CONTEXT // 2, 0.0
+    tokens, half, total = text.held_out[:limit].long(), context // 2, 0.0
     for at in range(0, len(tokens) - 1, half):
         start = max(0, at - half)
         part = tokens[start : at + half + 1]
@@ -257,7 +270,7 @@ def describe(model: Model, trainer: Trainer, seed: int) -> dict[str, Any]:
     text = trainer.text.text
     return describe_run(trainer, seed) | {
         "bits": {
-            "model": measure_bits(model, trainer.text),
+            "model": measure_bits(model, trainer.text, trainer.context),
             "zlib": baselines.measure_zlib(text),
             "xz": baselines.measure_xz(text),
             "counting": baselines.measure_ngrams(text),
@@ -285,7 +298,7 @@ def describe_run(trainer: Trainer, seed: int) -> dict[str, Any]:
     """
     return {
         "task": "stories",
-        "context": CONTEXT,
+        "context": trainer.context,
         "steps": trainer.step,
         "seed": seed,
         "batch": sum(trainer.batch),
@@ -315,8 +328,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    made = "\n".join(draw_stories(MADE_STORIES, options.seed))
-    trainer = Trainer(StoryText(read_stories(options.text), made, CONFIG.vocabulary), options.seed)
+    text = StoryText(read_stories(options.text), CONFIG.vocabulary, MADE_STORIES, options.seed)
+    trainer = Trainer(text, options.seed)
     # A checkpoint from the time before the rates fall serves runs of any length.
     constant = (1 - DECAY) * options.steps
     saved = [(int(path.stem.split("-")[1]), path) for path in options.out.glob("step-*.pt")]
