@@ -225,7 +225,7 @@ def build_progress(folder: Path) -> RunInput:
     entry = {"attempts": 2, "right_parts": ["scores"], "solved": "2030-01-01T00:00:00+00:00", "hint": "Look."}
     stored = {"format": FORMAT, "exercises": {"1": entry, "3": {**entry, "solved": ""}}}
     path = folder / "progress.json"
-    result = SubmissionResult("right", "", "", ("scores",), 1, 0.1)
+    result = SubmissionResult("right", (), "", ("scores",), 1, 0.1)
 
     def run(rng: Random) -> None:
         if rng.random() < 0.3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ from regard.learn.examples import cat
 from regard.learn.exercises.catalog import EXERCISES
 from regard.learn.exercises.submission import PROGRESS_FILE, ExerciseProgress, load_progress
 from regard.masks import causal as causal_mask
-from regard.render.text import escape_unprintable
+from regard.render.text import escape_unprintable, join_lines
 
 # Tokens that an error lists.
 MAX_TOKENS = 8
@@ -172,7 +173,23 @@ def exercise(
     solution: Annotated[bool, typer.Option("--solution", help="Print the worked solution.")] = False,
     folder: Annotated[
         Path | None,
-        typer.Option("--class", metavar="DIR", help="Check the submissions of a class and print a table."),
+        typer.Option("--class", metavar="DIR", help="Check the files of a class, in a folder or ZIP file."),
+    ] = None,
+    roster: Annotated[
+        Path | None,
+        typer.Option("--roster", metavar="FILE", help="CSV file with the students of the class."),
+    ] = None,
+    points: Annotated[
+        str,
+        typer.Option(
+            "--points",
+            metavar="N",
+            help="Points for an exercise: 10, or 1=5,8=20. Default: one for each part.",
+        ),
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="PAGE", help="Page with the results of a class."),
     ] = None,
     progress: Annotated[
         Path | None,
@@ -191,13 +208,14 @@ def exercise(
     """
     printer = Printer(as_json, as_csv)
     if folder is not None:
-        return _check_class(printer, folder, number, timeout)
-    if printer.as_csv:
+        return _check_class(printer, folder, number, roster, _parse_points(points), output, timeout)
+    given = {"--csv": printer.as_csv, "--roster": roster, "--points": points, "--output": output}
+    for option in (option for option, value in given.items() if value):
         raise ArgumentError(
             "exercise",
-            received="--csv without --class",
-            expected="--csv with the results of a class",
-            hint="Use --json, or add --class DIR.",
+            received=f"{option} without --class",
+            expected=f"{option} with the files of a class",
+            hint=f"Add --class DIR, or omit {option}.",
         )
     progress_file = progress or Path(PROGRESS_FILE)
     if number is None and solution:
@@ -251,7 +269,7 @@ def _format_status(entry: ExerciseProgress, num_parts: int) -> str:
 
 def _find_file(n: int) -> Path | None:
     """Find the learner's file in this folder: the script, or the notebook as the book names it."""
-    names = [Path(f"exercise-{n}.py"), *sorted(Path().glob(f"0{n}-*.ipynb"))]
+    names = [Path(f"exercise-{n}.py"), Path(f"exercise-{n}.ipynb"), *sorted(Path().glob(f"0{n}-*.ipynb"))]
     found = [path for path in names if path.is_file()]
     if len(found) > 1:
         raise ArgumentError(
@@ -284,7 +302,7 @@ def _check_file(printer: Printer, n: int, file: Path, progress_file: Path, timeo
     printer.record(
         {"exercise": n, "file": str(file), "correct": result.correct}
         | asdict(result)
-        | {"attempts": entry.attempts, "solved": entry.solved}
+        | {"hint": result.hint, "attempts": entry.attempts, "solved": entry.solved}
     )
     first, *rest = result.message.split("\n")
     printer.print(style_text((first, "bold green" if result.correct else "bold")))
@@ -293,31 +311,75 @@ def _check_file(printer: Printer, n: int, file: Path, progress_file: Path, timeo
     return 0 if result.correct else 1
 
 
-def _check_class(printer: Printer, folder: Path, number: int | None, timeout: float) -> int:
-    """Check the submissions of a class, and print a table of students and exercises."""
-    if not folder.is_dir():
-        raise ArgumentError(
-            "exercise",
-            received=f"--class {str(folder)!r}, which is not a folder",
-            expected="a folder with the files of the class",
-            hint="Put files such as ana-exercise-3.py into it.",
-        )
-    submissions, skipped = exercises.find_submissions(folder, number)
-    for path in skipped:
-        printer.warn(f"skipped {path}: no exercise in its name")
-    with printer.progress(f"Checking {len(submissions)} files", len(submissions)) as advance:
-        report = exercises.check_class(submissions, timeout=timeout, advance=advance)
-    records = [_to_record(row) for row in report.rows]
-    hints = [{"students": count, "exercise": n, "hint": hint} for count, n, hint in report.count_hints()]
-    printer.record({"submissions": records, "hints": hints})
-    if printer.as_csv:
-        printer.csv(list(records[0]), records)
+def _parse_points(text: str) -> dict[int, float]:
+    """Read points such as `10`, for every exercise, or `1=5,8=20`."""
+    numbers = range(1, len(EXERCISES) + 1)
+    try:
+        if text and "=" not in text:
+            points = dict.fromkeys(numbers, float(text))
+        else:
+            pairs = [pair.split("=") for pair in text.split(",")] if text else []
+            points = {int(number): float(value) for number, value in pairs}
+        if set(points) <= set(numbers) and all(0 <= value < math.inf for value in points.values()):
+            return points
+    except ValueError:
+        pass
+    raise ArgumentError(
+        "exercise",
+        received=f"--points {text}",
+        expected="a number for every exercise, or numbers of exercises with their points",
+        hint="For example --points 10, or --points 1=5,8=20.",
+    )
+
+
+def _check_class(
+    printer: Printer,
+    folder: Path,
+    number: int | None,
+    roster_file: Path | None,
+    points: dict[int, float],
+    output: Path | None,
+    timeout: float,
+) -> int:
+    """Check the submissions of a class, print a table of students and exercises, and write a page if requested."""
+    if output is not None:
+        check_output(output, "exercise")
+    roster = exercises.read_roster(roster_file) if roster_file is not None else ()
+    with exercises.open_submissions(folder) as opened:
+        submissions, skipped = exercises.find_submissions(opened, number, roster)
+        for file in skipped:
+            printer.warn(f"not checked: {file.path} ({file.reason})")
+        with printer.progress(f"Checking {len(submissions)} files", len(submissions)) as advance:
+            report = exercises.check_class(
+                submissions, roster=roster, skipped=skipped, points=points, timeout=timeout, advance=advance
+            )
+    hints = [
+        {"students": count, "exercise": n, "hint": join_lines(hint)}
+        for count, n, hint in report.count_hints()
+    ]
+    students = [_to_grades(report, student) for student in report.students]
     _print_class(printer, report)
     if hints:
         printer.print()
         printer.print("The most common hints")
         rows = [list(hint.values()) for hint in hints[:MAX_HINTS]]
         printer.table(["students", "exercise", "hint"], rows)
+    if printer.as_csv:
+        printer.csv(list(students[0]), students)
+    record = {
+        "students": students,
+        "submissions": [_to_record(row) for row in report.rows],
+        "hints": hints,
+        "absent": report.absent,
+        "not_in_roster": report.strangers,
+        "not_checked": [
+            {"student": it.student, "file": it.path.as_posix(), "reason": it.reason} for it in skipped
+        ],
+    }
+    if output is None:
+        printer.record(record)
+    else:
+        save_page(printer, report.page(), output, False, record)
     return 0
 
 
@@ -327,6 +389,7 @@ def _to_record(row: exercises.CheckedSubmission) -> dict[str, Any]:
         "student": submission.student,
         "exercise": submission.n,
         "file": submission.path.name,
+        "late": submission.late,
         "status": result.status,
         "right": len(result.right_parts),
         "parts": result.num_parts,
@@ -335,11 +398,47 @@ def _to_record(row: exercises.CheckedSubmission) -> dict[str, Any]:
     }
 
 
+def _to_grades(report: exercises.ClassReport, student: str) -> dict[str, Any]:
+    """Return the row of a student for a spreadsheet or a gradebook; no file leaves the points of an exercise empty."""
+    ids = {it.name: it.id for it in report.roster}
+    rows = {n: report.best[student, n] for n in report.numbers if (student, n) in report.best}
+    feedback = [f"Exercise {n}: {row.result.summary}. {row.result.hint}" for n, row in rows.items()]
+    feedback += [f"Not checked: {it.path} ({it.reason})." for it in report.skipped if it.student == student]
+    points = {f"exercise {n}": report.count_points(student, n) if n in rows else None for n in report.numbers}
+    grades = {
+        "student": student,
+        "id": ids.get(student, ""),
+        **points,
+        "points": report.count_points(student),
+        "of": sum(map(report.get_maximum, report.numbers)),
+        "late": " ".join(str(n) for n, row in rows.items() if row.submission.late),
+        "feedback": join_lines(" ".join(feedback or ["No file."])),
+    }
+    return {name: _to_cell(value) for name, value in grades.items()}
+
+
+def _to_cell(value: Any) -> Any:
+    """Return a value for a spreadsheet, which would compute a text that begins like a formula."""
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(("=", "+", "-", "@")) else value
+    return int(value) if value is not None and value == int(value) else value
+
+
 def _print_class(printer: Printer, report: exercises.ClassReport) -> None:
-    """Print a row for each student and a column for each exercise."""
-    summaries = {(row.submission.student, row.submission.n): row.result.summary for row in report.rows}
+    """Print a row for each student and a column for each exercise, and the students without a file."""
     students, numbers = report.students, report.numbers
-    rows = [[student, *(summaries.get((student, n), "–") for n in numbers)] for student in students]
-    right = [sum(summaries.get((student, n)) == "right" for student in students) for n in numbers]
-    rows.append(["right", *(f"{count} of {len(students)}" for count in right)])
-    printer.table(["student", *(f"exercise {n}" for n in numbers)], rows)
+    rows: list[list[object]] = []
+    for student in students:
+        found = [report.best.get((student, n)) for n in numbers]
+        cells = [row.result.summary + " late" * row.submission.late if row else "–" for row in found]
+        rows.append([student, *cells, f"{report.count_points(student):g}"])
+    right = [
+        sum(row.result.correct for (_, n), row in report.best.items() if n == number) for number in numbers
+    ]
+    maximum = sum(map(report.get_maximum, numbers))
+    rows.append(["right", *(f"{count} of {len(students)}" for count in right), f"of {maximum:g}"])
+    printer.table(["student", *(f"exercise {n}" for n in numbers), "points"], rows, right=("points",))
+    for title, names in (("No file", report.absent), ("Not in the roster", report.strangers)):
+        if names:
+            printer.print()
+            printer.print(f"{title} ({len(names)}): {', '.join(map(escape_unprintable, names))}")

@@ -73,3 +73,12 @@ def escape_unprintable(text: str) -> str:
     'a\\n'
     """
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def join_lines(text: str) -> str:
+    r"""Return text of several lines on one line, for a cell of a table.
+
+    >>> join_lines("a\n  b")
+    'a b'
+    """
+    return " ".join(text.split())

@@ -152,6 +152,41 @@ def test_the_first_wrong_part_is_named():
     assert result.hint.startswith("weights: ") and "the first at [" in result.hint
 
 
+def test_every_fault_of_an_answer_is_reported():
+    """Faults of type, shape, value and name, in all parts at once."""
+    wrong = {"causal": "lower", "padding": np.ones((2, 5)), "both": C ^ P, "mask": 1}
+    hints = check(6, wrong).hints
+    assert [hint.partition(":")[0] for hint in hints] == ["causal", "padding", "both", "answer"]
+    assert "Expected numbers, got str 'lower'." in hints[0]
+    assert "a boolean mask" in hints[1] and "got (2, 5)" in hints[1]
+    assert "That is ^" in hints[2] and "no part 'mask'" in hints[3]
+    floats = C.astype(float)
+    floats[0, 1] = floats[2, 0] = 0.5
+    (hint,) = check(6, {"causal": floats}).hints
+    assert "a boolean mask" in hint and "One entry is wrong, the first at [0, 1]" in hint
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_a_part_of_the_wrong_type_hides_no_other(n):
+    first, *others = [part.name for part in EXERCISES[n - 1].parts]
+    solved = right(n)
+    result = check(n, {**solved, first: object()})
+    assert [hint.partition(":")[0] for hint in result.hints] == [first]
+    assert result.right_parts == tuple(others)
+    result = check(n, dict.fromkeys([first, *others], object()))
+    assert [hint.partition(":")[0] for hint in result.hints] == [first, *others]
+
+
+def test_a_part_that_follows_from_a_mistake_has_no_hint_of_its_own():
+    unscaled = {"scores": S, "scaled": S, "weights": np.exp(S) / np.exp(S).sum()}
+    (hint,) = check(1, unscaled).hints
+    assert hint.startswith("scaled: The scale is missing")
+
+
+def test_a_function_that_ends_python_is_a_wrong_answer():
+    assert "raised SystemExit" in check(6, {"causal": lambda n: exit(3)}).hint
+
+
 NONSENSE = [
     None, "x", 3, 1j, True, float("nan"), [], {}, (), object(), [[1, 2], [3]], {"what": 1}, {1: 2}, len, print,
     lambda: 1, lambda *args, **options: None, lambda query, key, value, mask=None: 1 / 0, np.zeros((2, 3, 4)),

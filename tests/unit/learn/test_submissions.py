@@ -1,8 +1,7 @@
-"""Files as answers: scripts and notebooks in a process of their own, progress, and the submissions of a class."""
+"""Files as answers: scripts and notebooks in a process of their own, and progress."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,9 @@ import regard
 from regard.learn import exercises
 from regard.learn.exercises import SubmissionResult
 from regard.learn.exercises.catalog import EXERCISES
-from regard.learn.exercises.submission import NUMBER, CourseProgress, check_here, load_progress
+from regard.learn.exercises.submission import CourseProgress, check_here, load_progress
+from tests.helpers.class_files import make_notebook
+from tests.helpers.notebooks import list_cells
 
 NUMBERS = range(1, len(EXERCISES) + 1)
 
@@ -25,35 +26,25 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def make_notebook(*cells: str) -> str:
-    code = [
-        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": it}
-        for it in cells
-    ]
-    return json.dumps(
-        {"cells": [{"cell_type": "markdown", "source": ["# 1"]}, *code], "nbformat": 4, "metadata": {}}
-    )
-
-
 @pytest.mark.parametrize("n", NUMBERS)
 def test_a_starter_runs_and_names_the_first_part(n, tmp_path):
     found = check_here(EXERCISES[n - 1], write(tmp_path, "start.py", exercises.starter(n)))
     assert found["status"] == "not yet"
-    assert found["hint"].removeprefix("Still missing is ").startswith(EXERCISES[n - 1].parts[0].name)
+    assert found["hints"][0].removeprefix("Still missing is ").startswith(EXERCISES[n - 1].parts[0].name)
 
 
 @pytest.mark.parametrize("n", NUMBERS[:-1])  # the last takes seconds, and is checked by test_exercises
 def test_a_solution_as_a_file_is_right(n, tmp_path):
     found = check_here(EXERCISES[n - 1], write(tmp_path, "mine.py", exercises.solution(n).code))
-    assert found["status"] == "right" and found["hint"] == ""
+    assert found["status"] == "right" and found["hints"] == ()
     assert found["right_parts"] == tuple(part.name for part in EXERCISES[n - 1].parts)
 
 
 def test_parts_may_be_plain_names(tmp_path):
     found = check_here(EXERCISES[2], write(tmp_path, "mine.py", "itself = 'no'\nchange = 'b'\n"))
-    assert found["right_parts"] == ("itself", "change") and "Still missing is most" in found["hint"]
+    assert found["right_parts"] == ("itself", "change") and "Still missing is most" in found["hints"][0]
     found = check_here(EXERCISES[2], write(tmp_path, "empty.py", "x = 1"))
-    assert found["hint"].startswith("The file leaves no answer.")
+    assert found["hints"][0].startswith("The file leaves no answer.")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +58,7 @@ def test_parts_may_be_plain_names(tmp_path):
 )
 def test_an_error_names_the_line_of_the_learner(text, hint, tmp_path):
     found = check_here(EXERCISES[2], write(tmp_path, "mine.py", text))
-    assert (found["status"], found["hint"]) == ("error", hint)
+    assert (found["status"], found["hints"]) == ("error", (hint,))
 
 
 def test_a_notebook_leaves_its_last_answer(tmp_path, monkeypatch):
@@ -78,7 +69,7 @@ def test_a_notebook_leaves_its_last_answer(tmp_path, monkeypatch):
     found = exercises.check_file(3, write(tmp_path, "03.ipynb", make_notebook(*cells)))
     assert found.right_parts == ("itself",) and found.summary == "1/4" and not found.correct
     found = check_here(EXERCISES[2], write(tmp_path, "bad.ipynb", make_notebook("x = 1", "\nx.y")))
-    assert found["hint"] == "cell 2, line 2: AttributeError: 'int' object has no attribute 'y'"
+    assert found["hints"][0] == "cell 2, line 2: AttributeError: 'int' object has no attribute 'y'"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +85,73 @@ def test_a_notebook_leaves_its_last_answer(tmp_path, monkeypatch):
 def test_only_commands_of_the_notebook_are_left_out_and_lines_keep_their_numbers(code, tmp_path):
     found = check_here(EXERCISES[2], write(tmp_path, "a.ipynb", make_notebook(code)))
     line = code.split("\n").index("fail") + 1
-    assert found["hint"] == f"cell 1, line {line}: NameError: name 'fail' is not defined"
+    assert found["hints"][0] == f"cell 1, line {line}: NameError: name 'fail' is not defined"
+
+
+@pytest.mark.parametrize("n", NUMBERS[:-1])
+def test_the_notebook_of_an_exercise_can_be_handed_in(n, tmp_path):
+    (page,) = (Path(__file__).parents[3] / "docs/exercises").glob(f"0{n}-*.md")
+    cells = [cell["source"] for cell in list_cells(page) if cell["cell_type"] == "code"]
+    found = check_here(EXERCISES[n - 1], write(tmp_path, "mine.ipynb", make_notebook(*cells)))
+    assert (found["status"], found["right_parts"]) == ("not yet", ()), (
+        found
+    )  # attempts of the page do not count
+    turn = next(i for i, cell in reversed(list(enumerate(cells))) if "..." in cell)
+    cells[turn] = f"{exercises.solution(n).code}\nexercises.check({n}, answer)"
+    found = check_here(EXERCISES[n - 1], write(tmp_path, "mine.ipynb", make_notebook(*cells)))
+    assert found["status"] == "right", found
+
+
+def test_a_file_may_answer_several_exercises(tmp_path):
+    three, five = ("answer = {'itself': 'no'}\n", "answer = {'variance': 5184}\n")
+    path = write(tmp_path, "a.py", f"{three}{five}fail")
+    for n, part in ((3, "itself"), (5, "variance")):
+        found = check_here(EXERCISES[n - 1], path)
+        assert found["right_parts"] == (part,)
+        assert found["hints"][0] == "a.py, line 3: NameError: name 'fail' is not defined"
+    path = write(
+        tmp_path, "a.py", "answer_3 = {'itself': 'no'}\nanswer_text = 'x'\nanswer_5 = {'variance': 5184}"
+    )
+    assert check_here(EXERCISES[2], path)["right_parts"] == ("itself",)
+
+
+def test_after_an_error_the_next_cells_of_a_notebook_run(tmp_path):
+    path = write(
+        tmp_path, "a.ipynb", make_notebook("import no_such_module", "answer = {'itself': 'no'}", "1 +")
+    )
+    found = check_here(EXERCISES[2], path)
+    assert found["right_parts"] == ("itself",) and found["status"] == "not yet"
+    assert [hint.split(",")[0] for hint in found["hints"][:2]] == ["cell 1", "cell 3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"cells": 3}', '{"cells": [{}]}', '{"cells": [{"cell_type": "code"}]}', "[" * 10**5],
+)
+def test_a_notebook_that_cannot_be_read_is_an_error(text, tmp_path):
+    found = check_here(EXERCISES[2], write(tmp_path, "a.ipynb", text))
+    assert found["status"] == "error" and "not a notebook that can be read" in found["hints"][0]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1", "cp1252"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_files_of_any_encoding_are_read(encoding, line_end, tmp_path):
+    text = "# ä\nword = 'größer'\nanswer = {'itself': 'no' if len(word) == 6 else 'yes'}\nfail"
+    path = tmp_path / "a.py"
+    path.write_bytes(text.replace("\n", line_end).encode(encoding))
+    found = check_here(EXERCISES[2], path)
+    assert found["right_parts"] == ("itself",) and found["hints"][0].startswith("a.py, line 4: NameError")
+
+
+def test_a_file_sees_its_own_arguments_and_no_thread_keeps_it_running(tmp_path):
+    text = (
+        "import sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "answer = {'itself': 'no' if len(sys.argv) == 1 else 'yes'}\n"
+        "sys.stdout.close()\n"
+    )
+    found = exercises.check_file(3, write(tmp_path, "a.PY", text), timeout=60)
+    assert found.right_parts == ("itself",), found.hint
 
 
 def test_a_relative_path_to_packages_is_that_of_this_process(tmp_path, monkeypatch):
@@ -147,8 +204,8 @@ def test_other_files_are_refused(tmp_path):
 def test_progress_counts_and_keeps_the_first_success(tmp_path):
     path = tmp_path / "progress.json"
     assert load_progress(path).exercises == {}
-    wrong = SubmissionResult("not yet", "scale: …", "…", ("variance",), 3, 0.1)
-    right = SubmissionResult("right", "", "…", ("variance", "scale", "keys_only"), 3, 0.1)
+    wrong = SubmissionResult("not yet", ("scale: …",), "…", ("variance",), 3, 0.1)
+    right = SubmissionResult("right", (), "…", ("variance", "scale", "keys_only"), 3, 0.1)
     CourseProgress().record(5, wrong).save(path)
     load_progress(path).record(5, right).save(path)
     solved = load_progress(path).exercises[5].solved
@@ -166,36 +223,3 @@ def test_a_damaged_progress_file_is_not_overwritten(text, tmp_path):
     with pytest.raises(regard.ArgumentError, match="Move it away"):
         load_progress(path)
     assert path.read_text() == text
-
-
-@pytest.mark.parametrize(
-    ("stem", "number"),
-    [
-        ("exercise-3", 3), ("Exercise 03 (Ana)", 3), ("ana_ex8", 8), ("03-keys-equal-queries", 3),
-        ("ana-exercise_1-v2", 1), ("exercise-12", None), ("final", None), ("2026-03-01", None),
-        ("alex2-exercise-3", 3), ("alex2", None), ("Alex 2", None), ("anaexercise3", 3), ("AnaEx3", 3), ("2ex4", 4),
-    ],
-)  # fmt: skip
-def test_the_exercise_is_in_the_name(stem, number):
-    match = NUMBER.search(stem)
-    assert (int(match[1] or match[2]) if match else None) == number
-
-
-def test_submissions_are_found_by_folder_or_name(tmp_path):
-    for name in (
-        "alex2-exercise-3.py",
-        "Ana/exercise-3.py",
-        "Ana/notes.py",
-        "ben-exercise-3.py",
-        "exercise 3 (Cy).ipynb",
-        ".git/x.py",
-        "a.txt",
-    ):
-        write(tmp_path, name, "")
-    found, skipped = exercises.find_submissions(tmp_path)
-    assert [(it.student, it.n) for it in found] == [("alex2", 3), ("Ana", 3), ("ben", 3), ("Cy", 3)]
-    assert [path.as_posix() for path in skipped] == ["Ana/notes.py"]
-    with pytest.raises(regard.ArgumentError, match="two files for exercise 3 of 'Ana'"):
-        exercises.find_submissions(tmp_path, 3)  # notes.py belongs to it too then
-    with pytest.raises(regard.ArgumentError, match="regard exercise 3 --class"):
-        exercises.find_submissions(tmp_path / "Ana" / "none")

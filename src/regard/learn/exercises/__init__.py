@@ -1,6 +1,7 @@
 """The eight exercises of the book: `show` the task, `check` an answer, print the `solution`.
 
-`starter` is a file to fill in, `check_file` checks it, and `check_class` those of a class.
+`starter` is a file to fill in, `check_file` checks it. For a class, `find_submissions` finds the files, `check_class`
+checks them, and `read_roster` reads the list of students.
 
 Imports from `regard.learn` and below, and `regard.testing` to check attention functions.
 
@@ -19,6 +20,17 @@ from copy import deepcopy
 from typing import Any
 
 from regard.learn.exercises.catalog import get_exercise
+from regard.learn.exercises.classroom import (
+    CheckedSubmission,
+    ClassReport,
+    SkippedFile,
+    Student,
+    Submission,
+    check_class,
+    find_submissions,
+    open_submissions,
+    read_roster,
+)
 from regard.learn.exercises.exercise import (
     AttentionFunctionAnswer,
     CheckResult,
@@ -27,28 +39,24 @@ from regard.learn.exercises.exercise import (
     check_answer,
     wrap,
 )
-from regard.learn.exercises.submission import (
-    CheckedSubmission,
-    ClassReport,
-    Submission,
-    SubmissionResult,
-    check_class,
-    check_file,
-    find_submissions,
-)
+from regard.learn.exercises.submission import SubmissionResult, check_file
 
 __all__ = [
     "CheckResult",
     "CheckedSubmission",
     "ClassReport",
     "ExerciseTask",
+    "SkippedFile",
     "Solution",
+    "Student",
     "Submission",
     "SubmissionResult",
     "check",
     "check_class",
     "check_file",
     "find_submissions",
+    "open_submissions",
+    "read_roster",
     "show",
     "solution",
     "starter",
@@ -81,14 +89,14 @@ def show(n: int) -> ExerciseTask:
 
 
 def check(n: int, answer: Any) -> CheckResult:
-    """Check an answer, and give a hint that fits the mistake.
+    """Check an answer, and give hints that fit the mistakes.
 
     Args:
         n: The number of the exercise, from 1 to 8.
         answer: A dict of the parts that `show` names. Parts may be left out, or be `...`, to check the others first.
 
     Returns:
-        Whether the answer is `correct`, the `hint`, and the whole `message`; `print` it to read it.
+        Whether the answer is `correct`, a hint for each fault, and the whole `message`; `print` it to read it.
 
     Raises:
         ArgumentError: If there is no such exercise. A wrong answer of any kind does not raise.

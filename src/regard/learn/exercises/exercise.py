@@ -141,15 +141,18 @@ class MaskAnswer(AnswerType):
         yield "That is transposed: rows are queries, columns are keys.", expected.swapaxes(-1, -2)
 
     def describe_difference(self, answer: Any, expected: Any) -> str:
-        if answer.shape != expected.shape:
-            return f"Expected shape {expected.shape}, got {answer.shape}."
+        faults = []
         if answer.dtype != bool:
-            return (
+            faults.append(
                 "Expected a boolean mask, True = attend. Build it from a comparison, such as kv_idx <= q_idx."
             )
-        position = tuple(int(i) for i in np.argwhere(answer != expected)[0])
-        index = ", ".join(map(str, position))
-        return f"The first wrong entry is [{index}]: may this query attend to that key?"
+        if answer.shape != expected.shape:
+            faults.append(f"Expected shape {expected.shape}, got {answer.shape}.")
+        elif (wrong := np.argwhere(answer.astype(bool) != expected)).size:
+            index = ", ".join(map(str, wrong[0]))
+            count = "One entry is" if len(wrong) == 1 else f"{len(wrong)} of {expected.size} entries are"
+            faults.append(f"{count} wrong, the first at [{index}]: may this query attend to that key?")
+        return " ".join(faults)
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,17 @@ def _convert_lists(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 Answer = Mapping[str, Any]
 WIDTH = 88
+MAX_ERROR = 300  # characters of the message of an exception
+
+
+def describe_exception(error: BaseException) -> str:
+    """Describe an exception of a learner's code on one line."""
+    try:
+        text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    except Exception:  # of a class of the learner's
+        text = ""
+    text = text if len(text) <= MAX_ERROR else text[:MAX_ERROR] + "…"
+    return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 @dataclass(frozen=True)
@@ -295,8 +309,8 @@ class ExercisePart:
             call = f"{self.name}({format_arguments(args)})"
             try:
                 returned = value(*deepcopy(args))  # the function may modify its arguments
-            except Exception as error:  # a learner's function may raise anything
-                raise InvalidAnswerError(f"{call} raised {type(error).__name__}: {error}") from None
+            except (Exception, SystemExit) as error:  # a learner's function may raise anything
+                raise InvalidAnswerError(f"{call} raised {describe_exception(error)}") from None
             if returned is None or returned is ...:
                 raise InvalidAnswerError(f"{call} returned nothing yet: end the function with return.")
             try:
@@ -419,7 +433,7 @@ class Solution:
 
 @dataclass(frozen=True, repr=False)
 class CheckResult:
-    """The result of `check`: whether the answer is `correct`, the `hint` that fits, and the whole `message`.
+    """The result of `check`: whether the answer is `correct`, a hint for each fault, and the whole `message`.
 
     `right_parts` are the names of the parts that are right.
 
@@ -429,9 +443,14 @@ class CheckResult:
     """
 
     correct: bool
-    hint: str
+    hints: tuple[str, ...]
     message: str
     right_parts: tuple[str, ...] = ()
+
+    @property
+    def hint(self) -> str:
+        """The hints as one text, each on a line of its own; empty if the answer is right."""
+        return "\n".join(self.hints)
 
     def __str__(self) -> str:
         return self.message
@@ -482,33 +501,45 @@ ParsedAnswer = dict[str, list[Any]]  # by part: one value for each call
 
 
 def check_answer(exercise: Exercise, answer: Any) -> CheckResult:
-    """Check an answer, and choose the hint that fits the first wrong part."""
+    """Check an answer, and choose a hint for each fault; a part that is wrong as a consequence of one has none."""
     expected = exercise.solve()
     try:
-        parsed = _parse_answer(exercise, answer, expected)
+        parsed, problems = _parse_answer(exercise, answer, expected)
     except InvalidAnswerError as error:
-        return _report_problem(exercise, str(error), [])
-    parts = [part for part in exercise.parts if part.name in parsed]
-    correct = [part for part in parts if part.matches(parsed[part.name], expected[part.name])]
-    wrong = [part for part in parts if part not in correct]
-    if wrong:
-        first = wrong[0]
-        hint = _find_hint(exercise, first, parsed, expected)
-        hint = hint or _describe_difference(first, parsed[first.name], expected[first.name])
-        return _report_problem(exercise, f"{first.name}: {hint}", correct)
+        return report_problems(exercise, [str(error)])
+    correct: list[ExercisePart] = []
+    found: list[Mistake] = []
+    for part in exercise.parts:
+        if part.name not in parsed:
+            continue
+        if part.matches(parsed[part.name], expected[part.name]):
+            correct.append(part)
+        elif any(_explains(mistake, part, parsed) for mistake in found):
+            continue
+        elif mistake := _find_mistake(exercise, part, parsed, expected):
+            found.append(mistake)
+            problems[part.name] = mistake.hint
+        else:
+            problems[part.name] = _describe_difference(part, parsed[part.name], expected[part.name])
+    if problems:
+        names = [name for name in (*(part.name for part in exercise.parts), "answer") if name in problems]
+        return report_problems(exercise, [f"{name}: {problems[name]}" for name in names], correct)
     missing = [part for part in exercise.parts if part.name not in parsed]
     if missing:
-        part = missing[0]
+        part, *others = missing
         hint = f"Still missing is {part.name}: {part.question} [{part.format}]"
-        return _report_problem(exercise, hint, correct)
+        hint += f" Then: {', '.join(other.name for other in others)}." if others else ""
+        return report_problems(exercise, [hint], correct)
     number = exercise.title.partition(".")[0].split()[-1]
     solution = f"exercises.solution({number}), or regard exercise {number} --solution"
     message = f"{exercise.title}: right. One way to solve it: {solution}"
-    return CheckResult(True, "", message, tuple(part.name for part in exercise.parts))
+    return CheckResult(True, (), message, tuple(part.name for part in exercise.parts))
 
 
-def _parse_answer(exercise: Exercise, answer: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
-    """Parse the parts of an answer.
+def _parse_answer(
+    exercise: Exercise, answer: Any, expected: Mapping[str, Any]
+) -> tuple[ParsedAnswer, dict[str, str]]:
+    """Parse the parts of an answer; return them, and what is wrong with the format of the others, by name.
 
     A dict names its parts, a tuple has all parts in order, and any other value is one part. A part that is `...` is
     skipped.
@@ -517,19 +548,22 @@ def _parse_answer(exercise: Exercise, answer: Any, expected: Mapping[str, Any]) 
     if isinstance(answer, tuple) and len(answer) == len(parts) > 1:
         answer = dict(zip(parts, answer, strict=True))
     if not isinstance(answer, Mapping):
-        return _parse_unnamed_value(exercise, answer, expected)
-    unknown = [name for name in answer if name not in parts]
-    if unknown or not answer:
-        problem = f"There is no part {unknown[0]!r}" if unknown else "The dict is empty"
-        raise InvalidAnswerError(f"{problem}. The parts are {', '.join(parts)}.")
+        return _parse_unnamed_value(exercise, answer, expected), {}
+    names = ", ".join(parts)
+    if not answer:
+        raise InvalidAnswerError(f"The dict is empty. The parts are {names}.")
     parsed: ParsedAnswer = {}
+    problems: dict[str, str] = {}
     for name, part in parts.items():
         if answer.get(name, ...) is not ...:
             try:
                 parsed[name] = part.parse(answer[name])
             except InvalidAnswerError as error:
-                raise InvalidAnswerError(f"{name}: {error} [{part.format}]") from None
-    return parsed
+                problems[name] = f"{error} [{part.format}]"
+    unknown = [f"{str(name)[:40]!r}" for name in answer if name not in parts]
+    if unknown:
+        problems["answer"] = f"There is no part {', '.join(unknown)}. The parts are {names}."
+    return parsed, problems
 
 
 def _parse_unnamed_value(exercise: Exercise, value: Any, expected: Mapping[str, Any]) -> ParsedAnswer:
@@ -549,29 +583,28 @@ def _parse_unnamed_value(exercise: Exercise, value: Any, expected: Mapping[str, 
     parts = [part for part in exercise.parts if part.name in parsed]
     candidates = [part for part in parts if part.matches(parsed[part.name], expected[part.name])]
     candidates += [
-        part for part in parts if _find_hint(exercise, part, {part.name: parsed[part.name]}, expected)
+        part for part in parts if _find_mistake(exercise, part, {part.name: parsed[part.name]}, expected)
     ]
     name = (candidates or parts)[0].name
     return {name: parsed[name]}
 
 
-def _find_hint(
-    exercise: Exercise, first_wrong: ExercisePart, parsed: ParsedAnswer, expected: Mapping[str, Any]
-) -> str:
-    """Find the hint of the mistake that explains the first wrong part, and most of the other parts; "" if none does."""
+def _find_mistake(
+    exercise: Exercise, wrong: ExercisePart, parsed: ParsedAnswer, expected: Mapping[str, Any]
+) -> Mistake | None:
+    """Find the mistake that explains a wrong part, and most of the other parts; None if none does."""
 
     def score(mistake: Mistake) -> int:
         """Count the parts that the mistake explains, minus those it predicts wrongly."""
         parts = [part for part in exercise.parts if part.name in parsed and part.name in mistake.answer]
         return sum(1 if _explains(mistake, part, parsed) else -1 for part in parts)
 
-    candidates = [m for m in exercise.list_mistakes() if _explains(m, first_wrong, parsed)]
+    candidates = [m for m in exercise.list_mistakes() if _explains(m, wrong, parsed)]
     if not candidates:
-        common = _iter_common_mistakes(first_wrong, parsed, expected)
-        candidates = [m for m in common if _explains(m, first_wrong, parsed)]
+        common = _iter_common_mistakes(wrong, parsed, expected)
+        candidates = [m for m in common if _explains(m, wrong, parsed)]
     # max returns the first of equals, so an exercise lists its more likely mistakes first.
-    best = max(candidates, key=score, default=None)
-    return best.hint if best else ""
+    return max(candidates, key=score, default=None)
 
 
 def _explains(mistake: Mistake, part: ExercisePart, parsed: ParsedAnswer) -> bool:
@@ -603,8 +636,11 @@ def _describe_difference(part: ExercisePart, parsed: list[Any], expected: Any) -
     return f"Right for ({first}), not for ({other}): is a size hard-coded in the function? {difference}"
 
 
-def _report_problem(exercise: Exercise, hint: str, correct: list[ExercisePart]) -> CheckResult:
-    so_far = f"Right so far: {', '.join(part.name for part in correct)}." if correct else ""
-    lines = [f"{exercise.title}: not yet.", so_far, *wrap(hint)]
-    message = "\n".join(line for line in lines if line)
-    return CheckResult(False, hint, message, tuple(part.name for part in correct))
+def report_problems(
+    exercise: Exercise, hints: Sequence[str], correct: Sequence[ExercisePart] = ()
+) -> CheckResult:
+    """Build the result for an answer that is not right."""
+    names = tuple(part.name for part in correct)
+    so_far = [f"Right so far: {', '.join(names)}."] if names else []
+    lines = [f"{exercise.title}: not yet.", *so_far, *(line for hint in hints for line in wrap(hint))]
+    return CheckResult(False, tuple(hints), "\n".join(lines), names)
