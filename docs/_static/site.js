@@ -1,4 +1,4 @@
-// Give the frame of an explorer the height of its page. The page reports its height, and whether the frame may shrink,
+// Give the frame of an explorer the height of its page, and scroll to the part of it that the reader changed. The page reports its height, and whether the frame may shrink,
 // when the height changes and when it is asked. A frame that is not on screen reports nothing of its own, and one may have
 // reported before this script listened, so all are asked after loading and at another width. Each is asked again after
 // its height changed: a page without a scrollbar is wider and may be shorter. The height at that width is stable.
@@ -6,6 +6,7 @@ const MAX_FRAME_HEIGHT = 20000; // for a page that grows with its frame; the tal
 
 addEventListener("message", ({ source, data }) => {
   const frame = [...document.querySelectorAll("iframe")].find((it) => it.contentWindow === source);
+  if (frame && data?.regardShow) scrollToPart(frame, ...data.regardShow.map(Number));
   const height = Math.min(Math.ceil(Number(data?.regardHeight)), MAX_FRAME_HEIGHT);
   if (!frame || !(height > 0)) return;
   if (height > frame.clientHeight || (height < frame.clientHeight && data.regardMayShrink)) {
@@ -14,8 +15,19 @@ addEventListener("message", ({ source, data }) => {
   }
 });
 
+// The height of the bar at the top, which covers what is below it.
+const barHeight = () => document.querySelector(".mobile-header")?.offsetHeight ?? 0;
+
 function ask(frame) {
-  frame.contentWindow?.postMessage({ regardAskHeight: true }, "*");
+  frame.contentWindow?.postMessage({ regardAskHeight: true, regardWindow: innerHeight - barHeight() }, "*");
+}
+
+// Scroll as little as possible, so that a part of a frame is on screen. A frame that was scrolled away moves nothing.
+function scrollToPart(frame, top, bottom) {
+  const box = frame.getBoundingClientRect(), [start, end] = [box.top + top - barHeight(), box.top + bottom];
+  if (box.bottom < 0 || box.top > innerHeight) return;
+  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  scrollBy({ top: start < 0 ? start : Math.max(Math.min(end - innerHeight, start), 0), behavior: calm ? "instant" : "smooth" });
 }
 
 function askFrames() {

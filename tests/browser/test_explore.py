@@ -9,7 +9,7 @@ import regard
 from regard import explore
 from regard.learn import cat
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
-from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, SCREENS, faults, pace, table
+from tests.helpers.pages import EXPLORERS, HOSTILE, LOADED, SCREENS, faults, format_matrix, pace, table
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -29,14 +29,14 @@ def shown_computation(tab) -> dict[str, str]:
 def computation(steps, j: int) -> dict[str, str]:
     """The expected texts about a cell."""
     raw, score = format_number(steps.raw_scores[j]), format_number(steps.scores[j])
-    terms = [f"{format_number(q)}·{format_factor(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
+    terms = [f"{format_factor(q)}·{format_factor(k)}" for q, k in zip(steps.query, steps.key[j], strict=True)]
     says = {"weight": format_number(steps.weights[j]), "Compare": " + ".join(terms) + f" = {raw}"}
     if steps.scores[j] == -np.inf:
         return {**says, "Scale": "this key is masked"}
     return {
         **says,
-        "Scale": f"{raw} × {format_number(steps.scale)} = {score}",
-        "Normalise": f"exp({score} − {format_number(steps.shift)}) / {format_number(steps.total)} = {says['weight']}",
+        "Scale": f"{format_factor(steps.raw_scores[j])} × {format_number(steps.scale)} = {score}",
+        "Normalise": f"exp({score} − {format_factor(steps.shift)}) / {format_number(steps.total)} = {says['weight']}",
     }
 
 
@@ -64,7 +64,8 @@ def test_heatmap_by_pointer(show):
 def test_heatmap_by_keyboard_and_as_a_table(show):
     tab = show(explore.heatmap())
     weights = regard.attention(cat.Q, cat.K).to_dense()
-    tab.keyboard.press("Tab")
+    for _ in ("weights or scores", "causal mask", "colours", "picture"):
+        tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.id") == "picture"
     assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     i = j = 0
@@ -86,9 +87,8 @@ def test_heatmap_by_keyboard_and_as_a_table(show):
         assert tab.locator("#cell .place").text_content() == f"query {i}, key {j}"
         assert tab.locator("#cell .weight").text_content() == format_number(weights[i, j])
     tab.get_by_text("Show as a table").click()
-    rows = [[name, *map(format_number, row)] for name, row in zip(cat.tokens, weights, strict=True)]
-    output = [[name, *map(format_number, row)] for name, row in zip(cat.tokens, weights @ cat.V, strict=True)]
-    assert table(tab) == rows + output
+    numbers = format_matrix(weights) + format_matrix(weights @ cat.V)
+    assert table(tab) == [[name, *row] for name, row in zip(cat.tokens * 2, numbers, strict=True)]
     assert tab.locator("#top").text_content() == format_number(weights.max())
 
 
@@ -98,8 +98,8 @@ def test_heatmap_with_output_causal_mask_and_scores(show):
     for causal in (True, False):
         tab.get_by_label("causal mask").set_checked(causal)
         A = regard.attention(cat.Q, cat.K, mask=regard.causal() if causal else None)
-        numbers = [*A.to_dense(), *(A @ cat.V)]
-        assert [row[1:] for row in table(tab)] == [[format_number(x) for x in row] for row in numbers]
+        numbers = format_matrix(A.to_dense()) + format_matrix(A @ cat.V)
+        assert [row[1:] for row in table(tab)] == numbers
     tab.get_by_label("causal mask").check()
     A = regard.attention(cat.Q, cat.K, mask=regard.causal())
     tab.locator("#picture").focus()
@@ -150,27 +150,72 @@ def test_a_sentence_describes_each_row(show):
     assert tab.locator("#rows li").nth(3).text_content() == want
 
 
-# The brightness of each cell, near its lower right corner, where no number is. Read at once: Chromium remarks on more.
-BRIGHTNESS = """([n, top]) => {
+# The colour of each cell, near its lower right corner, where no number is. Read at once: Chromium remarks on more.
+COLOURS = """([n, top]) => {
   const { width, height } = document.getElementById("picture");
   const { data } = document.getElementById("picture").getContext("2d").getImageData(0, 0, width, height);
   const cell = (height - 2 - top) / n, at = (size, i) => Math.floor(size - 1 - (n - i - 0.85) * cell);
-  const sum = (p) => data[p] + data[p + 1] + data[p + 2], cells = [...Array(n).keys()];
-  return cells.map((i) => cells.map((j) => sum(4 * (at(height, i) * width + at(width, j)))));
+  const cells = [...Array(n).keys()], pixel = (p) => [...data.subarray(p, p + 3)];
+  return cells.map((i) => cells.map((j) => pixel(4 * (at(height, i) * width + at(width, j)))));
 }"""
 
 
-def test_heatmap_colours_follow_the_weights(show):
-    tab = show(explore.heatmap())
-    weights = regard.attention(cat.Q, cat.K).to_dense()
-    tab.locator("#picture").focus()
-    seen = np.array(tab.evaluate(BRIGHTNESS, [5, 28]))
-    fit = np.polyfit(weights.ravel(), seen.ravel(), 1)
-    assert fit[0] < 0 and np.abs(np.polyval(fit, weights) - seen).max() <= 3  # linear, darker for more
+def oklab(colours) -> np.ndarray:
+    """Convert sRGB colours (…, 3) to OKLab, where equal distances look equal (Ottosson 2020)."""
+    parts = np.asarray(colours) / 255
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    cones = np.array(
+        [
+            [0.4122214708, 0.5363325363, 0.0514459929],
+            [0.2119034982, 0.6806995451, 0.1073969566],
+            [0.0883024619, 0.2817188376, 0.6299787005],
+        ]
+    )
+    opponents = np.array(
+        [
+            [0.2104542553, 0.7936177850, -0.0040720468],
+            [1.9779984951, -2.4285922050, 0.4505937099],
+            [0.0259040371, 0.7827717662, -0.8086757660],
+        ]
+    )
+    return np.cbrt(linear @ cones.T) @ opponents.T
+
+
+def weights_as_inputs(weights) -> tuple[np.ndarray, np.ndarray]:
+    """Return a query and a key whose attention has these weights."""
+    n = weights.shape[1]
+    return np.log(np.maximum(weights, 1e-9)) * np.sqrt(n), np.eye(n)
+
+
+JUST_NOTICEABLE = 0.02  # distance in OKLab of two colours that can just be told apart
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("top", "least"), [(0.4, 5), (1.0, 2)])
+def test_colours_separate_a_weight_of_19_percent_from_one_of_25(show, scheme, top, least):
+    weights = np.array([[0.19, 0.25, 0.32, 0.24], *3 * [[top, (1 - top) / 2, (1 - top) / 2, 0]]])
+    tab = show(explore.heatmap(*weights_as_inputs(weights)), color_scheme=scheme)
+    assert tab.locator("#top").text_content() == format_number(top)
+    seen = oklab(tab.evaluate(COLOURS, [4, 28]))
+    assert np.linalg.norm(seen[0, 0] - seen[0, 1]) >= least * JUST_NOTICEABLE
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_equal_differences_of_weights_look_equal(show, scheme):
+    weights = np.array([[(i + j) % 5 for j in range(5)] for i in range(5)]) / 10
+    tab = show(explore.heatmap(*weights_as_inputs(weights)), color_scheme=scheme)
+    seen = oklab(tab.evaluate(COLOURS, [5, 28]))[0]
+    steps = np.linalg.norm(np.diff(seen, axis=0), axis=1)
+    assert steps.max() < 1.1 * steps.min()
+    order = np.sign(np.diff(seen[:, 0]))
+    assert (order == (-1 if scheme == "light" else 1)).all()  # more weight is farther from the background
+
+
+def test_colours_of_a_row_of_its_own_scale(show):
     tab = show(explore.heatmap())
     tab.get_by_label("scale colours to each row").check()
-    seen = np.array(tab.evaluate(BRIGHTNESS, [5, 28]))
-    assert np.ptp(seen.min(axis=1)) <= 3
+    strongest = oklab(tab.evaluate(COLOURS, [5, 28]))[..., 0].min(axis=1)
+    assert np.ptp(strongest) < JUST_NOTICEABLE
     assert tab.locator("#top").text_content() == "row maximum"
 
 

@@ -13,7 +13,7 @@ from regard import explore
 from regard.explore.explorers import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
 from regard.learn import attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
-from tests.helpers.pages import HOSTILE, SCREENS, faults
+from tests.helpers.pages import HOSTILE, SCREENS, common_format, faults, format_matrix
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -38,10 +38,6 @@ EVERY_STEP = f"""() => {{
 }}"""
 
 
-def in_text(table) -> list[list[str]]:
-    return [[format_number(x) for x in row] for row in table]
-
-
 def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
     """The expected state of the page after each step, from the loops of `regard.learn`."""
     (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
@@ -50,45 +46,49 @@ def wanted(Q, K, V, queries, tokens, seen) -> list[dict]:
         "scores": np.full((n_q, n_k), "·", dtype=object),
         "output": np.full((n_q, d_v), "·", dtype=object),
     }
+    products = list(iter_multiplications(Q, K, V, seen))
+    formats = {name: common_format([step.total for step in products if step.table == name]) for name in made}
     made["scores"][~seen] = "masked"
-    made["output"][~seen.any(axis=1)] = "0"
+    made["output"][~seen.any(axis=1)] = formats["output"](0)
+    totals = {}
     weights = np.full((n_q, n_k), "·", dtype=object)
     counts = dict.fromkeys(COUNTERS, 0)
     steps = []
 
     def multiplied(step) -> dict:
-        of, before = queries[step.row], made[step.table][step.row, step.column]
-        entry = format_number(step.total)
+        place = step.table, step.row, step.column
+        of, before, total = queries[step.row], totals.get(place), format_number(step.total)
+        totals[place], entry = total, formats[step.table](step.total)
         made[step.table][step.row, step.column] = entry
         scores = step.table == "scores"
+        factors = [common_format(x.ravel()) for x in ((Q, K) if scores else (loops.weights, V))]
         counts["score_multiply_adds" if scores else "value_multiply_adds"] += 1
-        product = f"{format_number(step.left)} · {format_factor(step.right)} = {entry}"
+        product = f"{format_factor(step.left)} · {format_factor(step.right)} = {total}"
         return {
             "title": f"Score of {of} → {tokens[step.column]}"
             if scores
             else f"Output of {of}, entry {step.column}",
-            "sum": product if before == "·" else f"{before} + {product}",
-            "left": in_text(Q) if scores else weights.tolist(),
-            "right": in_text(K.T if scores else V),
+            "sum": product if before is None else f"{before} + {product}",
+            "left": format_matrix(Q) if scores else weights.tolist(),
+            "right": format_matrix(K.T if scores else V),
             "result": made[step.table].tolist(),
-            "factors": sorted([format_number(step.left), format_number(step.right)]),
+            "factors": sorted([factors[0](step.left), factors[1](step.right)]),
             "work": [entry],
             "counters": list(counts.values()),
         }
 
-    products = list(iter_multiplications(Q, K, V, seen))
     steps += [multiplied(step) for step in products if step.table == "scores"]
     for i in range(n_q):
         alone = attention_by_loops(Q[i : i + 1], K, V, seen[i : i + 1]).counts
         for name in COUNTERS[2:]:
             counts[name] += getattr(alone, name)
-        weights[i] = [format_number(x) for x in loops.weights[i]]
+        weights[i] = format_matrix(loops.weights)[i]
         steps.append(
             {
                 "title": f"Weights of {queries[i]}",
                 "sum": f"softmax([{', '.join(made['scores'][i])}] / √{d_k}) = {format_vector(loops.weights[i])}",
                 "left": weights.tolist(),
-                "right": in_text(V),
+                "right": format_matrix(V),
                 "result": made["output"].tolist(),
                 "factors": [],
                 "work": weights[i].tolist(),
@@ -278,7 +278,7 @@ def test_masked_numbers_that_are_not_finite_have_no_effect(show):
     tab = show_products(show(explore.cost(Q, key, value, mask=regard.first(2))))
     last = every_step(tab)[-1]
     output = attention_by_loops(Q, key, value, np.array([True, True, False])).output
-    assert last["result"] == in_text(output) and np.isfinite(output).all()
+    assert last["result"] == format_matrix(output) and np.isfinite(output).all()
 
 
 def done(tab) -> int:
@@ -439,7 +439,8 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
 
 
 def test_a_wide_product_is_followed_sideways(show):
-    tab = show_products(show(explore.cost(cat.Q, cat.K, cat.V), viewport={"width": 390, "height": 800}))
+    options = {"viewport": {"width": 390, "height": 800}, "reduced_motion": "reduce"}
+    tab = show_products(show(explore.cost(cat.Q, cat.K, cat.V), **options))
     in_view = """() => {
       const place = (what) => document.querySelector(what).getBoundingClientRect();
       const [cell, box] = [".at-work", "#product .scroll"].map(place);

@@ -11,7 +11,7 @@ import regard
 from regard import explore
 from regard.learn import magnitude, pronoun, three_tokens, tiny_head
 from regard.render.text import escape_unprintable, format_number, format_vector
-from tests.helpers.pages import HOSTILE, LOADED, faults, pace, table
+from tests.helpers.pages import HOSTILE, LOADED, faults, format_column, format_vectors, pace, table
 
 slow = pytest.mark.slow  # starts a browser
 
@@ -26,17 +26,10 @@ def expected(query, key, tokens, *, mask=None, scaled=True, row=0) -> list[list[
     steps = regard.attention(query, key, mask=mask, scale=None if scaled else 1.0).explain(row)
     lengths = np.linalg.norm(key, axis=1)
     cosines = key @ query[row] / lengths / np.linalg.norm(query[row])
-    return [
-        [
-            f"{name} {format_vector(key[j])}",
-            format_number(lengths[j]),
-            format_number(cosines[j]),
-            "masked" if steps.scores[j] == -np.inf else format_number(steps.scores[j]),
-            format_number(steps.weights[j]),
-            "",
-        ]
-        for j, name in enumerate(tokens)
-    ]
+    names = [f"{name} {entries}" for name, entries in zip(tokens, format_vectors(key), strict=True)]
+    scores = [text.replace("-inf", "masked") for text in format_column(steps.scores)]
+    columns = [format_column(lengths), format_column(cosines), scores, format_column(steps.weights)]
+    return [[*row, ""] for row in zip(names, *columns, strict=True)]
 
 
 def output(query, key, value, row=0, **options) -> str:
@@ -183,9 +176,9 @@ def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
     tab = show(explore.geometry(magnitude.Q, magnitude.K, tokens=magnitude.tokens))
     assert tab.locator("#mix").count() == 0  # no value: no second plane
     raw = [5, 15, 7]
-    assert [row[3] for row in table(tab)] == [format_number(x / np.sqrt(2)) for x in raw]
+    assert [row[3] for row in table(tab)] == format_column(np.array(raw) / np.sqrt(2))
     tab.get_by_label("scale").uncheck()
-    assert [row[3] for row in table(tab)] == [format_number(x) for x in raw]
+    assert [row[3] for row in table(tab)] == format_column(raw)
     tab.get_by_label("normalise").check()
     short, long, misaligned = [float(row[4]) for row in table(tab)]
     assert short == long > misaligned

@@ -13,7 +13,16 @@ from regard import explore
 from regard.explore.explorers import MAX_NUMBERS
 from regard.learn import cat
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
-from tests.helpers.pages import HOSTILE, LOADED, SCREENS, faults, pace, run_in_node
+from tests.helpers.pages import (
+    HOSTILE,
+    LOADED,
+    SCREENS,
+    faults,
+    format_column,
+    format_vectors,
+    pace,
+    run_in_node,
+)
 
 slow = pytest.mark.slow  # starts a browser
 STEPS = ["Compare", "Scale", "Normalise", "Aggregate"]
@@ -21,31 +30,24 @@ STEPS = ["Compare", "Scale", "Normalise", "Aggregate"]
 
 def expected(steps, step: int) -> list[list[str]]:
     """The cells of the table for an explanation."""
-    rows = []
-    for j, name in enumerate(steps.key_tokens):
-        score = "masked" if steps.scores[j] == -np.inf else format_number(steps.scores[j])
-        if step == 0:
-            products = " + ".join(
-                f"{format_number(q)}·{format_factor(k)}"
-                for q, k in zip(steps.query, steps.key[j], strict=True)
-            )
-            rows.append([name, format_vector(steps.key[j]), products, format_number(steps.raw_scores[j])])
-        elif step == 1:
-            rows.append([name, format_number(steps.raw_scores[j]), f"× {format_number(steps.scale)}", score])
-        elif step == 2:
-            rows.append(
-                [name, score, format_number(steps.exponentials[j]), format_number(steps.weights[j]), ""]
-            )
-        else:
-            rows.append(
-                [
-                    name,
-                    format_number(steps.weights[j]),
-                    format_vector(steps.value[j]),
-                    format_vector(steps.contributions[j]),
-                ]
-            )
-    return rows
+    names, count = list(steps.key_tokens), len(steps.key_tokens)
+    masked = np.asarray(steps.scores) == -np.inf
+    scores = ["masked" if hidden else text for hidden, text in zip(masked, format_column(steps.scores), strict=True)]
+    sums, weights = format_column(steps.raw_scores), format_column(steps.weights)
+    if step == 0:
+        products = [
+            " + ".join(f"{format_factor(q)}·{format_factor(k)}" for q, k in zip(steps.query, key, strict=True))
+            for key in steps.key
+        ]
+        columns = [format_vectors(steps.key), products, sums]
+    elif step == 1:
+        columns = [sums, [f"× {format_number(steps.scale)}"] * count, scores]
+    elif step == 2:
+        columns = [scores, format_column(steps.exponentials), weights, [""] * count]
+    else:
+        mixed = format_vectors([*steps.contributions, steps.output])[:-1]
+        columns = [weights, format_vectors(steps.value), mixed]
+    return [list(row) for row in zip(names, *columns, strict=True)]
 
 
 # The numbers of every matrix on the screen, null where nothing is shown yet.
@@ -135,9 +137,9 @@ def test_a_click_on_a_cell_shows_the_product_behind_it(show):
             f"“{cat.tokens[j]}” fit what “{cat.tokens[i]}” looks for"
             in tab.locator("#description").text_content()
         )
-        assert tab.locator("#formula").text_content() == " = ".join(
-            expected(A.explain(i, cat.V, cat.tokens), 0)[j][2:]
-        )
+        steps = A.explain(i, cat.V, cat.tokens)
+        products = expected(steps, 0)[j][2]
+        assert tab.locator("#formula").text_content() == f"{products} = {format_number(steps.raw_scores[j])}"
         assert marked(tab, "at-work") == {("scores", i, j)}
         assert marked(tab, "factor") == {("Q", i, d) for d in range(4)} | {("K", d, j) for d in range(4)}
     steps = A.explain(1, cat.V, cat.tokens)
@@ -300,7 +302,8 @@ def test_numbers_of_words_in_node():
     const words = ["cat", "dog", "élan", "猫", "a", "b"], kinds = ["query", "key", "value"];
     const all = words.map((word) => kinds.map((kind) => wordVector(word, kind, 4)));
     console.log(JSON.stringify({ all, split: splitWords("Don't stop -- it's 9,5 naïve…", 20), cells:
-      [0.29756, 0.5, -0.125, 12.345, -3.14159, 123.456, 99999.4, 1e6, -4e-4, 0, -0.62, 3, -1000].map(formatCell),
+      [[0.09, 0.403, 1], [1, 0, 2], [1, 0.5, -1], [-3.14159, 12.345, 0.25], [0.29756, 4e-5, 0], [1e6, 0.5, -1000],
+       [-Infinity, 99999.4, 0.5], [-0.04, 0.01, 0]].map((row) => row.map(cellFormat(row))),
       parsed: ["1", " -2,5 ", "−1", "", "x", "1e9", "Infinity"].map(parseCell) }));
     """
     found = json.loads(run_in_node(script, "components/wordVectors", "components/cellNumber"))
@@ -311,23 +314,16 @@ def test_numbers_of_words_in_node():
         "words": ["Don't", "stop", "--", "it's", "9", ",", "5", "naïve", "…"],
         "leftOut": 0,
     }
-    assert found["cells"] == (
-        [
-            "0.298",
-            "0.5",
-            "−0.13",
-            "12.35",
-            "−3.14",
-            "123.5",
-            "99999",
-            "1e6",
-            "−4e-4",
-            "0",
-            "−0.62",
-            "3",
-            "−1000",
-        ]
-    )
+    assert found["cells"] == [
+        ["0.090", "0.403", "1.000"],
+        ["1", "0", "2"],
+        ["1.0", "0.5", "−1.0"],
+        ["−3.14", "12.35", "0.25"],
+        ["0.298", "4e-5", "0.000"],
+        ["1e6", "0.5", "−1000"],
+        ["−∞", "99999", "0.5"],
+        ["−0.04", "0.01", "0.00"],
+    ]
     assert found["parsed"] == [1, -2.5, -1, None, None, None, None]
 
 

@@ -16,7 +16,7 @@ from regard.explore.explorers import MAX_SCORES, SIGMAS, TEMPERATURES, row_paylo
 from regard.learn import cat, sharpness, softmax, softmax_jacobian, variance_experiment
 from regard.pages import html
 from regard.render.text import escape_unprintable, format_number
-from tests.helpers.pages import HOSTILE, faults, rows_of_scores, run_in_node, table
+from tests.helpers.pages import HOSTILE, faults, format_column, rows_of_scores, run_in_node, table
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -83,8 +83,8 @@ def test_the_page_opens_with_the_numbers_of_the_library(show):
     scores = raw[0] / 8
     names = [f"key {j}" for j in range(8)]
     assert table(tab) == [
-        [name, format_number(s), format_number(w), ""]
-        for name, s, w in zip(names, scores, softmax(scores), strict=True)
+        [name, s, w, ""]
+        for name, s, w in zip(names, format_column(scores), format_column(softmax(scores)), strict=True)
     ]
     assert shown(tab) == wanted(raw, 0, 64, 8.0, True, 1.0, 1.0)
     assert tab.locator("#size").get_attribute("aria-valuetext") == "64"
@@ -116,7 +116,7 @@ def test_every_place_of_the_sliders_agrees_with_python(show, scaled):
         scores = raw[i] * SIGMAS[sigma] ** 2 / (math.sqrt(size) if scaled else 1)
         weights = softmax(scores, temperature=TEMPERATURES[warmth])
         assert [row[1:3] for row in table(tab)] == [
-            [format_number(s), format_number(w)] for s, w in zip(scores, weights, strict=True)
+            [s, w] for s, w in zip(format_column(scores), format_column(weights), strict=True)
         ]
 
 
@@ -193,7 +193,7 @@ def test_by_keyboard_and_by_pointing_at_the_curves(show):
 def test_own_query_and_key(show):
     tab = show(explore.scaling(cat.Q, cat.K, tokens=cat.tokens))
     A = regard.attention(cat.Q, cat.K)
-    assert [row[2] for row in table(tab)] == [format_number(w) for w in A[0]]
+    assert [row[2] for row in table(tab)] == format_column(A[0])
     for i in range(5):
         tab.locator("#query").select_option(cat.tokens[i])
         for place, size in enumerate([1, 2, 3, 4]):
@@ -203,7 +203,8 @@ def test_own_query_and_key(show):
             assert shown(tab) == wanted(raw, i, size, predicted, True, 1.0, 1.0)
             steps = regard.attention(cat.Q[:, :size], cat.K[:, :size]).explain(i)
             assert [row[1:3] for row in table(tab)] == [
-                [format_number(s), format_number(w)] for s, w in zip(steps.scores, steps.weights, strict=True)
+                [s, w]
+                for s, w in zip(format_column(steps.scores), format_column(steps.weights), strict=True)
             ]
 
 
@@ -216,7 +217,7 @@ def test_one_key_one_entry_and_nonfinite_numbers(show):
     tab = show(explore.scaling([[1.0, 1.0]], [[1.0, np.nan], [2.0, np.inf], [1e300, 0.0]]))
     assert [row[2] for row in table(tab)] == ["nan"] * 3
     put(tab, size=0, sigma=2)
-    assert [row[1] for row in table(tab)] == ["0.5625", "1.125", "inf"]
+    assert [row[1] for row in table(tab)] == ["0.5625", "1.1250", "inf"]
 
 
 def test_hostile_tokens_are_shown_as_text(show):

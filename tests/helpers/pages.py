@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from regard import explore
 from regard.pages import html
 from regard.pages.html import bundle, exports_object
+from regard.render.text import format_number
 
 ASSETS = Path(html.__file__).parent / "assets"
 EXPORT_NAMES = re.compile(r"^export (?:async )?(?:function|const|class) (\w+)", re.MULTILINE)
@@ -148,6 +150,33 @@ def pace(tab) -> float:
 def table(tab) -> list[list[str]]:
     """Return the rows of the table on screen, without headers."""
     return tab.locator("tbody tr").evaluate_all("rows => rows.map(r => [...r.cells].map(c => c.textContent))")
+
+
+def common_format(numbers) -> Callable[[float], str]:
+    """Return a format with as many decimals as the number that needs most, up to four; exponents stay."""
+    plain = [text for text in map(format_number, numbers) if not re.search("[a-z]", text)]
+    decimals = max((len(text.partition(".")[2]) for text in plain), default=0)
+
+    def write(x: float) -> str:
+        return text if re.search("[a-z]", text := format_number(x)) else f"{x:.{decimals}f}"
+
+    return write
+
+
+def format_column(numbers) -> list[str]:
+    """Format the numbers of a column, all with as many decimals."""
+    return [*map(common_format(numbers), numbers)]
+
+
+def format_matrix(matrix) -> list[list[str]]:
+    """Format the numbers of a matrix, all with as many decimals."""
+    matrix = np.asarray(matrix)
+    return np.reshape(format_column(matrix.ravel()), matrix.shape).tolist()
+
+
+def format_vectors(matrix) -> list[str]:
+    """Format the rows of a matrix as vectors of up to eight entries, all with as many decimals."""
+    return [f"[{', '.join(row)}]" for row in format_matrix(matrix)]
 
 
 def import_modules(*modules: str) -> str:

@@ -214,7 +214,7 @@ def _compare(explanation: Explanation, keys: Array, names: list[str]) -> Printed
 
 def _sum_of_products(explanation: Explanation, j: int) -> str:
     pairs = zip(explanation.query, explanation.key[j], strict=True)
-    terms = [f"{format_number(q)}·{format_factor(k)}" for q, k in pairs]
+    terms = [f"{format_factor(q)}·{format_factor(k)}" for q, k in pairs]
     if len(terms) > TERMS_SHOWN:
         terms = [*terms[:3], "…", terms[-1]]
     return f"{' + '.join(terms) or '0'} = {format_number(explanation.raw_scores[j])}"
@@ -228,7 +228,7 @@ def _scale(explanation: Explanation, keys: Array, names: list[str]) -> PrintedSt
             float(numbers[j])
             for numbers in (explanation.raw_scores, explanation.scaled_scores, explanation.scores)
         )
-        cell = f"{format_number(raw)} × {scale} = {format_number(scaled)}"
+        cell = f"{format_factor(raw)} × {scale} = {format_number(scaled)}"
         if score == -np.inf:
             cell += "  masked"
         elif explanation.score_mods:

@@ -25,10 +25,10 @@ def format_number(x: float) -> str:
 
 
 def format_factor(x: float) -> str:
-    """Return a number as the right factor of a product, in parentheses if it has a minus sign.
+    """Return a number as a factor of a product, in parentheses if it has a minus sign.
 
-    >>> f"0.4·{format_factor(-0.5)}"
-    '0.4·(-0.5)'
+    >>> f"{format_factor(-0.5)}·{format_factor(0.4)}"
+    '(-0.5)·0.4'
     """
     text = format_number(x)
     return f"({text})" if text.startswith("-") else text

@@ -1,5 +1,6 @@
 // Code, line by line, with what each line is for and the values of a recorded run. Nothing is computed here: every value
 // was recorded.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { checkbox } from "../components/controls.js";
 import { createCopyButton } from "../components/copyButton.js";
 import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
@@ -142,11 +143,17 @@ function draw() {
 
 // -- Moving --
 
+// Draw, and scroll to what the line did, with as much of the line and the buttons around it as fits.
+function drawAndShow() {
+  draw();
+  bringIntoView(details.querySelector(".fresh, #event") ?? details.firstChild, details.firstChild, listing.node, stepper);
+}
+
 function go(target) {
   if (target === null || !steps.length) return;
   state.at = Math.min(Math.max(target, 0), steps.length - 1);
   state.picked = null;
-  draw();
+  drawAndShow();
 }
 
 // Go to the next time that a line runs, or back to the first.
@@ -154,7 +161,7 @@ function selectLine(place, line) {
   const visits = stepsOfLine(place, line);
   if (!visits.length) {
     state.picked = [place, line];
-    draw();
+    drawAndShow();
     return;
   }
   const isShown = !state.picked && visits.includes(state.at);
@@ -207,7 +214,7 @@ document.addEventListener("keydown", (event) => {
 const listingBox = el("div");
 const about = el("p", { id: "about" });
 const runSwitch = el("div", { class: "switches" });
-const stepper = el("div", { class: "stepper" },
+const stepper = el("div", { class: "stepper stays-on-top" },
   el("div", { class: "controls" }, back, next, stepOver, nextIteration, count, runSwitch),
   slider, where);
 const listingColumn = el("div", { class: "listing-column" }, listingBox, createCopyButton("Copy code", () => listing.text, (said) => (announcement.textContent = said)));

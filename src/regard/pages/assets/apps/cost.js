@@ -1,8 +1,9 @@
 // Attention, one multiplication at a time. Steps and counters come from the library; the page plays them back.
+import { bringIntoBox, bringIntoView } from "../components/bringIntoView.js";
 import { radioGroup, slider } from "../components/controls.js";
 import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
 import { createCostGrowth } from "../components/costGrowth.js";
-import { formatFactor, formatNumber, formatVector, parseNumbers } from "../components/format.js";
+import { commonFormat, formatFactor, formatNumber, formatVector, parseNumbers } from "../components/format.js";
 import { createMatrixProduct } from "../components/matrixProduct.js";
 import { createStory } from "../components/story.js";
 
@@ -33,12 +34,16 @@ moments.forEach((moment, i) => {
   momentsOfCell.set(name, [...(momentsOfCell.get(name) ?? []), i]);
 });
 
+// One format for each matrix, with every number that its cells go through.
+const formats = Object.fromEntries(Object.entries({ query, key, value, weights, scores: [], output: [] }).map(([name, rows]) =>
+  [name, commonFormat([...rows.flat(), ...moments.filter((moment) => moment.table === name).map((moment) => moment.total)])]));
+
 // The text of a cell of scores or output at the current moment; null before its first term.
 function cellText(table, i, j) {
   const times = momentsOfCell.get(`${table} ${i} ${j}`);
-  if (!times) return table === "scores" ? "masked" : formatNumber(0); // every term is masked
+  if (!times) return table === "scores" ? "masked" : formats.output(0); // every term is masked
   const last = times.findLast((time) => time < state.done);
-  return last === undefined ? null : formatNumber(moments[last].total);
+  return last === undefined ? null : formats[table](moments[last].total);
 }
 
 // -- The two products --
@@ -61,9 +66,9 @@ function drawProduct() {
   const weightsKnown = (i) => state.done > startOf.weights + i;
   const text = (part, i, j) => {
     if (part === "result") return cellText(table, i, j);
-    if (table === "scores") return formatNumber(part === "left" ? query[i][j] : key[j][i]);
-    if (part === "right") return formatNumber(value[i][j]);
-    return weightsKnown(i) ? formatNumber(weights[i][j]) : null;
+    if (table === "scores") return part === "left" ? formats.query(query[i][j]) : formats.key(key[j][i]);
+    if (part === "right") return formats.value(value[i][j]);
+    return weightsKnown(i) ? formats.weights(weights[i][j]) : null;
   };
   const kind = (part, i, j) => {
     const maskable = (part === "result" && table === "scores") || (part === "left" && table === "output");
@@ -79,6 +84,7 @@ function drawProduct() {
   };
   if (!productBox.contains(products[table].node)) productBox.replaceChildren(scrollBox("Matrix product", products[table].node));
   products[table].draw(text, kind);
+  bringIntoBox(productBox.querySelector(".at-work"));
 }
 
 // -- Texts --
@@ -101,7 +107,7 @@ function describeProduct(now) {
   const before = sameCell(moments[state.done - 2], now) ? `${formatNumber(moments[state.done - 2].total)} + ` : "";
   return {
     title: table === "scores" ? ["Score of ", of, " → ", tokenElement(data.tokens[column])] : ["Output of ", of, `, entry ${column}`],
-    sum: `${before}${formatNumber(a)} · ${formatFactor(b)} = ${formatNumber(now.total)}`,
+    sum: `${before}${formatFactor(a)} · ${formatFactor(b)} = ${formatNumber(now.total)}`,
   };
 }
 
@@ -119,12 +125,12 @@ const counters = el("dl", { class: "counters", id: "counters" }, COUNTERS.map((n
 
 function draw() {
   drawProduct();
-  const texts = describeMoment();
-  title.replaceChildren(...texts.title);
-  sum.textContent = texts.sum;
-  words.replaceChildren(...texts.words);
+  const said = describeMoment();
+  title.replaceChildren(...said.title);
+  sum.textContent = said.sum;
+  words.replaceChildren(...said.words);
   counterValues.forEach((node, i) => (node.textContent = `${currentMoment()?.counters[i] ?? 0}`));
-  if (!timer) announcement.textContent = `${stepText(place())}. ${title.textContent}: ${texts.sum} ${words.textContent}`;
+  if (!timer) announcement.textContent = `${stepText(place())}. ${title.textContent}: ${said.sum} ${words.textContent}`;
   phases.forEach(({ button, table }) => {
     if (table === phase()) button.setAttribute("aria-current", "step");
     else button.removeAttribute("aria-current");
@@ -157,9 +163,16 @@ function go(target) {
   draw();
 }
 
+function goAndShow(target) {
+  go(target);
+  showWork();
+}
+
+const showWork = () => bringIntoView(productBox.querySelector(".at-work") ?? texts, texts, player, productBox);
+
 const pauseAndGo = (target) => {
   pause();
-  go(target());
+  goAndShow(target());
 };
 const nextCell = () => {
   if (state.isStory) return state.stop + 1;
@@ -172,8 +185,8 @@ const previousCell = () => (state.isStory ? state.stop - 1 : moments.findLastInd
 const placeAfter = (done) => (state.isStory ? story.stops.findLastIndex((stop) => stop.done <= done) : done);
 
 function start() {
-  timer = setInterval(() => go(place() + 1), 1000 / SPEEDS[state.speed]);
-  go(place() === lastPlace() ? 0 : place() + 1);
+  timer = setInterval(() => goAndShow(place() + 1), 1000 / SPEEDS[state.speed]);
+  goAndShow(place() === lastPlace() ? 0 : place() + 1);
 }
 
 function playOrPause() {
@@ -189,7 +202,7 @@ function setMode(isStory) {
   state.speed = isStory ? STORY_SPEED : PRODUCT_SPEED;
   speed.set(state.speed);
   showSlider();
-  go(place());
+  goAndShow(place());
 }
 
 const button = (id, text, onclick, kind = "") => el("button", { type: "button", id, class: kind, onclick }, text);
@@ -203,7 +216,11 @@ let steps = null;
 
 function showSlider() {
   const texts = Array.from({ length: lastPlace() + 1 }, (_, i) => stepText(i));
-  steps = slider("progress", "steps", texts, place(), (target) => pauseAndGo(() => target));
+  steps = slider("progress", "steps", texts, place(), (target) => {
+    pause();
+    go(target);
+  });
+  steps.input.addEventListener("change", showWork); // after the slider is released
   sliderBox.replaceChildren(steps.node);
 }
 const speed = slider("steps per second", "speed", SPEEDS.map(String), state.speed, (index) => {
@@ -230,14 +247,14 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
+const texts = el("div", {}, title, sum, words);
+const player = el("div", { class: "player" }, el("div", { class: "controls" }, back, forward, cell, play), speed.node, sliderBox);
 document.getElementById("app").append(
   pageHeader("The cost of attention",
     `${data.shape}. Follow the story, or every single multiplication. ← and → step, with Shift by a cell; Space plays.`),
   radioGroup("mode", "Walk", [`the story, ${story.stops.length} steps`, `every multiplication, ${moments.length} steps`], (i) => setMode(i === 0), true),
   el("nav", { "aria-label": "Phases" }, el("ol", { class: "steps" }, phases.map(({ button }) => el("li", {}, button)))),
-  el("section", { id: "panel", "aria-labelledby": "walk-title" },
-    title, sum, words, productBox, counters),
-  el("div", { class: "player" }, el("div", { class: "controls" }, back, forward, cell, play), speed.node, sliderBox),
+  el("section", { id: "panel", "aria-labelledby": "walk-title" }, texts, productBox, player, counters),
   createCostGrowth(data.lengths, [dim, valueDim]),
   announcement,
 );

@@ -1,8 +1,9 @@
 // One query and its keys as arrows. The first numbers come from the library; after an arrow or a switch is moved, the page
 // computes them.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { checkbox, radioGroup, weightBar } from "../components/controls.js";
 import { el, pageHeader, readRecord, scrollBox, svgElement, tokenElement } from "../components/dom.js";
-import { formatNumber, formatVector, parseNumbers } from "../components/format.js";
+import { commonFormat, formatNumber, formatVector, parseNumbers } from "../components/format.js";
 import { arrow, createHandle, createVectorPlane, dot, label, segment, separateHandles, spreadLabels } from "../components/vectorPlane.js";
 import { softmax } from "../matrix/softmax.js";
 
@@ -167,12 +168,15 @@ const announcement = el("p", { class: "visually-hidden", role: "status" });
 
 function keyTable(row) {
   const headers = ["key", "length", "cosine", "score", "weight"].map((header) => el("th", { scope: "col" }, header));
+  const entries = commonFormat(row.keys.flat());
+  const [lengths, cosines, scores, weights] = [row.lengths, row.cosines, row.scores, row.weights].map((numbers) => [numbers, commonFormat(numbers)]);
   const body = data.tokens.map((name, j) => {
-    const cells = [row.lengths[j], row.cosines[j]].map((x) => el("td", {}, formatNumber(x)));
+    const text = ([numbers, format]) => format(numbers[j]);
     const masked = row.scores[j] === -Infinity;
-    return el("tr", {}, el("th", { scope: "row" }, tokenElement(name), " ", el("span", { class: "entries" }, formatVector(row.keys[j]))), cells,
-      masked ? el("td", { class: "masked-key" }, "masked") : el("td", {}, formatNumber(row.scores[j])),
-      el("td", { class: "result" }, formatNumber(row.weights[j])), el("td", { class: "bars" }, weightBar(row.weights[j])));
+    return el("tr", {}, el("th", { scope: "row" }, tokenElement(name), " ", el("span", { class: "entries" }, formatVector(row.keys[j], entries))),
+      [lengths, cosines].map((column) => el("td", {}, text(column))),
+      masked ? el("td", { class: "masked-key" }, "masked") : el("td", {}, text(scores)),
+      el("td", { class: "result" }, text(weights)), el("td", { class: "bars" }, weightBar(row.weights[j])));
   });
   return el("table", { class: "snug" }, el("thead", {}, el("tr", {}, headers, el("td", { class: "bars" }))), el("tbody", {}, body));
 }
@@ -204,22 +208,29 @@ function setState(change) {
   reset.disabled = state.keys === initial.keys && state.queries === initial.queries;
 }
 
-const reset = el("button", { type: "button", id: "reset", disabled: true, onclick: () => setState({ ...initial }) }, "Reset");
+function setAndShow(change, ...parts) {
+  setState(change);
+  bringIntoView(...parts);
+}
+
+const reset = el("button", { type: "button", id: "reset", disabled: true, onclick: () => setAndShow({ ...initial }, compare.root, reset) }, "Reset");
+const switches = el("div", { class: "switches" },
+  checkbox("scale", "scaled", true, (scaled) => setAndShow({ scaled }, numbersBox, switches)),
+  checkbox("normalise", "normalised", false, (normalised) => setAndShow({ normalised }, numbersBox, switches)));
+compare.root.addEventListener("keydown", () => bringIntoView(compare.root, queryLine));
 const caption = (title, text) => el("figcaption", {}, el("strong", {}, title), " ", text);
 
 document.getElementById("app").append(
   pageHeader("Attention in the plane", `${data.shape}. Drag an arrow’s tip, or use Tab and the arrow keys.`),
   ...(data.queries.length > 1
-    ? [radioGroup("query", "Query", data.queries.map(tokenElement), (query) => setState({ query }))]
+    ? [radioGroup("query", "Query", data.queries.map(tokenElement), (query) => setAndShow({ query }, compare.root, queryLine))]
     : []),
   el("div", { class: mix ? "planes" : "planes alone" },
     el("figure", { class: "card" }, compare.root, queryLine, samePlace,
       caption("Query and keys.", "The larger the dot, the larger the weight. A dotted line projects each key onto the query’s direction: the farther out it ends, the higher the score.")),
     mix ? el("figure", { class: "card" }, mix.root, outputLine,
       caption("Values.", "The path adds up weight · value. It ends at the output, a weighted mean of the values, so never outside their convex hull.")) : []),
-  el("div", { class: "controls" }, reset,
-    el("div", { class: "switches" }, checkbox("scale", "scaled", true, (scaled) => setState({ scaled })),
-      checkbox("normalise", "normalised", false, (normalised) => setState({ normalised })))),
+  el("div", { class: "controls" }, reset, switches),
   numbersBox,
   announcement,
 );

@@ -1,9 +1,11 @@
 // The weights as a picture: queries down, keys across, and the output beside it. The selected cell is computed step by step.
 // The first numbers come from the library; with the causal switch the page computes them.
+import { bringIntoView } from "../components/bringIntoView.js";
+import { createPalette, paletteColor, readColor } from "../components/colorScale.js";
 import { checkbox, radioGroup } from "../components/controls.js";
 import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
-import { formatNumber, formatVector, parseNumbers, sumOfProducts } from "../components/format.js";
-import { createHeatPicture, readColor, shortCellText } from "../components/heatPicture.js";
+import { commonFormat, formatFactor, formatNumber, formatVector, parseNumbers, sumOfProducts } from "../components/format.js";
+import { createHeatPicture } from "../components/heatPicture.js";
 import { rowSentence } from "../components/rowSentence.js";
 import { decodeFloat32 } from "../matrix/payload.js";
 import { softmax } from "../matrix/softmax.js";
@@ -62,12 +64,14 @@ function rangeOf(array) {
   return high === -Infinity ? [0, 0] : [at.kind === "weights" ? 0 : low, high];
 }
 
-// -- Colours: from cool to hot for weights and scores; values below zero have another colour --
+// -- Colours and formats: values below zero have another colour --
 
-let colors = {}, range = [0, 1], rowRanges = [], outputSize = 1;
+let palette = null, colors = {}, range = [0, 1], rowRanges = [], outputSize = 1, formatEntry = formatNumber, formatOutput = formatNumber;
 
-function prepareColors() {
-  colors = Object.fromEntries(["cool", "hot", "card", "mark"].map((name) => [name, readColor(`--${name}`)]));
+function prepareCells() {
+  palette = createPalette();
+  colors = Object.fromEntries(["card", "mark"].map((name) => [name, readColor(`--${name}`)]));
+  [formatEntry, formatOutput] = [shown[at.kind], shown.output ?? []].map(commonFormat);
   const matrix = shown[at.kind];
   range = rangeOf(matrix);
   rowRanges = Array.from({ length: rowCount }, (_, i) => rangeOf(rowOf(matrix, i, columnCount)));
@@ -75,18 +79,19 @@ function prepareColors() {
 }
 
 const mix = (from, to, part) => from.map((x, c) => x + part * (to[c] - x));
+const cellText = (x) => (at.kind === "weights" && x > 0 && x < 1e-3 ? "<0.001" : formatEntry(x)); // 1.288e-04 cut to the cell would read as 1.288
 
 function paintWeight(i, j) {
-  if (!isLive(i, j)) return { color: colors.card, text: null, isStrong: false };
+  if (!isLive(i, j)) return { color: colors.card, text: null };
   const [low, high] = at.byRow ? rowRanges[i] : range, x = entry(shown[at.kind], i, j);
   const part = high > low && x >= low ? Math.min((x - low) / (high - low), 1) : 0;
-  return { color: mix(colors.cool, colors.hot, part), text: at.kind === "weights" ? shortCellText(x) : formatNumber(x), isStrong: part > 0.6 };
+  return { color: paletteColor(palette, part), text: cellText(x) };
 }
 
 function paintOutput(i, c) {
   const x = shown.output[i * valueDim + c];
   const part = Number.isFinite(x) ? Math.min(Math.abs(x) / outputSize, 1) * 0.85 : 0;
-  return { color: mix(colors.cool, x < 0 ? colors.mark : colors.hot, part), text: formatNumber(x), isStrong: part > 0.6 };
+  return { color: x < 0 ? mix(paletteColor(palette, 0), colors.mark, part) : paletteColor(palette, part), text: formatOutput(x) };
 }
 
 // -- The pictures --
@@ -96,21 +101,25 @@ const picture = createHeatPicture({
   id: "picture", rows: data.queries, columns: data.tokens, shape: [rowCount, columnCount], paintCell: paintWeight,
   label: `Weights: ${rowCount} queries down, ${columnCount} keys across. Arrow keys select a cell.`,
   at: () => ({ row: at.row, column: at.isOutput ? null : at.column }),
-  onSelect: (row, column) => select({ row, column, isOutput: false }),
+  onSelect: (row, column, isChosen) => select({ row, column, isOutput: false }, isChosen),
 });
 const outputPicture = values && createHeatPicture({
   id: "output", rows: data.queries, columns: null, shape: [rowCount, valueDim], paintCell: paintOutput,
   label: `Output: ${rowCount} queries down, ${valueDim} entries across. Arrow keys select a cell.`,
   at: () => ({ row: at.row, column: at.isOutput ? at.column : null }),
-  onSelect: (row, column) => select({ row, column, isOutput: true }),
+  onSelect: (row, column, isChosen) => select({ row, column, isOutput: true }, isChosen),
 });
 box.append(el("figure", {}, picture.canvas, ...(values ? [el("figcaption", { id: "map-name" }, "weights")] : [])));
 if (values) box.append(el("figure", {}, outputPicture.canvas, el("figcaption", {}, "output")));
+
+const singleColumn = matchMedia("(max-width: 42rem)");
 
 function resize() {
   const room = box.clientWidth - 8; // without the padding for the focus ring
   const isBeside = values && room >= MIN_ROOM_BESIDE;
   box.classList.toggle("is-beside", Boolean(isBeside));
+  // In a single column the selected cell is explained right below the weights.
+  if (singleColumn.matches !== box.contains(details)) (singleColumn.matches ? picture.canvas.parentNode : leftColumn).after(details);
   if (!isBeside) {
     picture.resize(room);
     outputPicture?.resize(room, { maxHeight: MAX_HEIGHT_BELOW });
@@ -122,7 +131,7 @@ function resize() {
 }
 
 function repaint() {
-  prepareColors();
+  prepareCells();
   picture.repaint();
   outputPicture?.repaint();
 }
@@ -138,8 +147,8 @@ function weightSteps({ row, column }) {
   const value = values && rowOf(values, column, valueDim);
   return [
     step("Compare", `${sumOfProducts(rowOf(queries, row, dim), rowOf(keys, column, dim))} = ${raw}`),
-    step("Scale", masked ? "this key is masked" : `${raw} × ${formatNumber(data.scale)} = ${score}`),
-    masked ? [] : step("Normalise", `exp(${score} − ${formatNumber(shown.shifts[row])}) / ${formatNumber(shown.totals[row])}`, ` = ${weight}`),
+    step("Scale", masked ? "this key is masked" : `${formatFactor(entry(rawScores, row, column))} × ${formatNumber(data.scale)} = ${score}`),
+    masked ? [] : step("Normalise", `exp(${score} − ${formatFactor(shown.shifts[row])}) / ${formatNumber(shown.totals[row])}`, ` = ${weight}`),
     masked || !values ? [] : step("Aggregate", `adds ${weight} · ${formatVector(value)}`,
       ` = ${formatVector(value.map((x) => entry(shown.weights, row, column) * x))}`),
   ];
@@ -170,11 +179,12 @@ function showDetails() {
   });
 }
 
-function select(change) {
+function select(change, isChosen = true) {
   Object.assign(at, change);
   picture.paint();
   outputPicture?.paint();
   showDetails();
+  if (isChosen) bringIntoView(details, (at.isOutput ? outputPicture : picture).canvas);
 }
 
 // -- The page --
@@ -184,9 +194,9 @@ const sentences = isShort ? data.queries.map((_, i) => el("button", { type: "but
 const tableBox = el("div");
 
 function matrixTable(caption, columns, width, matrix) {
-  const head = el("tr", {}, el("td", {}), columns.map((name) => el("th", { scope: "col" }, name)));
+  const format = commonFormat(matrix), head = el("tr", {}, el("td", {}), columns.map((name) => el("th", { scope: "col" }, name)));
   const body = data.queries.map((name, i) =>
-    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)), columns.map((_, j) => el("td", {}, formatNumber(matrix[i * width + j])))));
+    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)), columns.map((_, j) => el("td", {}, format(matrix[i * width + j])))));
   return scrollBox(`${caption} as a table`, el("table", {}, el("caption", {}, caption), el("thead", {}, head), el("tbody", {}, body)));
 }
 
@@ -212,6 +222,7 @@ function showNumbers() {
 const change = (what) => {
   Object.assign(at, what);
   showNumbers();
+  bringIntoView(picture.canvas, legend);
 };
 const low = el("span", { id: "low" }), top = el("span", { id: "top" });
 const legend = el("div", { class: "controls" },
@@ -221,17 +232,18 @@ const legend = el("div", { class: "controls" },
     data.causal ? checkbox("causal mask", "causal", false, (causal) => change({ causal })) : [],
     checkbox("scale colours to each row", "by-row", false, (byRow) => change({ byRow }))));
 
+const leftColumn = el("div", {}, legend, box);
 document.getElementById("app").classList.toggle("wide", Boolean(values));
 document.getElementById("app").append(
   pageHeader("Attention weights", `${data.shape}. Queries down, keys across. Point at a cell or use the arrow keys.`),
-  el("div", { class: "beside" }, el("div", {}, box, legend), details),
+  el("div", { class: "beside" }, leftColumn, details),
   ...(isShort ? [
     el("h2", { class: "rows-title" }, "Row by row"),
     el("ol", { class: "rows", id: "rows" }, sentences.map((item) => el("li", {}, item))),
     el("details", {}, el("summary", {}, "Show as a table"), tableBox)] : []),
 );
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-prepareColors();
+prepareCells();
 new ResizeObserver(resize).observe(box);
 resize();
 showNumbers();

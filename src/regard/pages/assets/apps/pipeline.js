@@ -1,5 +1,6 @@
 // Attention as matrices: every number of every query, one product at a time. The first numbers come from the library;
 // after a change the page computes them.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { checkbox, radioGroup, slider } from "../components/controls.js";
 import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
 import { formatNumber, parseNumbers } from "../components/format.js";
@@ -120,6 +121,7 @@ function drawInput() {
   if (!dial || dial.key !== inputName(state.selected)) {
     const choices = DIAL.includes(x) || !Number.isFinite(x) ? DIAL : [...DIAL, x].sort((a, b) => a - b);
     const control = slider("value", "dial", choices.map(formatNumber), choices.indexOf(x), (index) => changeEntry(name, i, j, choices[index]));
+    control.input.addEventListener("change", () => showWork()); // after the slider is released
     dial = { key: inputName(state.selected), choices, ...control };
   } else if (dial.choices.includes(x)) dial.set(dial.choices.indexOf(x));
   if (!panel.contains(dial.node)) panel.replaceChildren(title, description, dial.node, changeText);
@@ -175,14 +177,18 @@ function pause() {
   timer = null;
 }
 
-// Show a product. `isShown` lets its factors fly to the result.
-function go(product, isShown = true) {
+// Show a product, and let its factors fly to the result.
+function go(product) {
   Object.assign(state, product, { selected: null });
   draw();
-  if (!isShown) return;
   screen.animate(state, timer ? 1000 / SPEEDS[state.speed] : 700);
-  // On a small screen the walk leaves the window. A frame stays where it is: it would move the page around it.
-  if (timer && parent === window) screen.node.querySelector(".at-work")?.scrollIntoView({ block: "nearest" });
+  showWork();
+}
+
+// Scroll to the cells that are being computed, or that an input changes, with the controls and the text about them.
+function showWork(kind = state.selected ? "touched" : "at-work") {
+  const cell = screen.node.querySelector(`.${kind}`);
+  bringIntoView(cell, desk, cell?.closest(".product"));
 }
 
 function goAndPause(product, change = {}) {
@@ -227,6 +233,7 @@ function selectCell(name, i, j) {
     Object.assign(state, { selected: { name, i, j }, hidden: false });
     if (name === "Q") state.row = i;
     draw();
+    showWork("selected");
     announce(`${inputName(state.selected)} is ${formatNumber(inputValue(state.selected))}`);
     return;
   }
@@ -251,8 +258,11 @@ function showProblem() {
   pause();
   Object.assign(state, { row: Math.min(state.row, problem.queries.length - 1), step: state.step, column: state.step % 3 ? null : 0, selected: null, hidden: false });
   rows = computeRows();
-  screen = createMatrixScreen(problem, selectCell, changeEntry);
-  screenBox.replaceChildren(screen.box);
+  screen = createMatrixScreen(problem, desk, selectCell, (...change) => {
+    changeEntry(...change);
+    showWork();
+  });
+  screenBox.replaceChildren(screen.node);
   queryChips = radioGroup("query", "Query", problem.queries.map(tokenElement), (row) => goAndPause({ row, column: state.step % 3 ? null : state.column }, { hidden: false }));
   queryBox.replaceChildren(queryChips);
   draw();
@@ -260,6 +270,7 @@ function showProblem() {
 
 const note = el("p", { class: "soft", id: "words-note" });
 const sentence = data.words ? el("input", { type: "text", id: "sentence", autocomplete: "off", spellcheck: "false", maxlength: "120" }) : null;
+sentence?.addEventListener("change", () => showWork()); // when the reader leaves it
 sentence?.addEventListener("input", () => {
   const { words, leftOut } = splitWords(sentence.value, MAX_WORDS);
   if (!words.length) return;
@@ -291,8 +302,12 @@ const showAll = button("show-all", "Show all", () => {
   pause();
   state.hidden = false;
   draw();
+  showWork();
 });
-const reset = button("reset", "Reset", resetAll);
+const reset = button("reset", "Reset", () => {
+  resetAll();
+  showWork();
+});
 const speed = slider("products per second", "speed", SPEEDS.map(String), state.speed, (index) => {
   state.speed = index;
   if (!timer) return;
@@ -305,6 +320,7 @@ const setSwitch = (change) => {
   Object.assign(state, change);
   rows = computeRows();
   draw();
+  showWork();
 };
 
 document.addEventListener("keydown", (event) => {
@@ -319,19 +335,22 @@ document.addEventListener("keydown", (event) => {
   else moveBy(by);
 });
 
+const desk = el("div", { class: "desk" },
+  el("div", { class: "controls player" }, play, previous, next, showAll), speed.node,
+  el("div", { class: "switches" }, checkbox("scale", "scaled", true, (scaled) => setSwitch({ scaled })),
+    data.causal ? checkbox("causal mask", "causal", false, (causal) => setSwitch({ causal })) : []),
+  el("nav", { "aria-label": "Steps" }, el("ol", { class: "steps" }, stepButtons.map((b) => el("li", {}, b)))),
+  panel);
+
 document.getElementById("app").classList.add("wide");
 document.getElementById("app").append(
   pageHeader("Attention as matrices", `${data.shape}. Press Play, click any cell to see how it is made, or change a number of Q, K or V.`),
   el("div", { class: "setup" },
     ...(sentence ? [el("div", { class: "words" }, el("label", { for: "sentence" }, "Your sentence"), sentence)] : []), reset, queryBox),
   note,
-  el("div", { class: "controls player" }, play, previous, next, showAll, speed.node,
-    el("div", { class: "switches" }, checkbox("scale", "scaled", true, (scaled) => setSwitch({ scaled })),
-      data.causal ? checkbox("causal mask", "causal", false, (causal) => setSwitch({ causal })) : [])),
-  el("nav", { "aria-label": "Steps" }, el("ol", { class: "steps" }, stepButtons.map((b) => el("li", {}, b)))),
   screenBox,
-  panel,
   table,
   announcement,
 );
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 resetAll();

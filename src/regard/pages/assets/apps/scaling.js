@@ -1,9 +1,10 @@
 // How d_k changes the weights, with and without scaling. The first numbers come from the library; after a slider is moved,
 // the page computes them from the library's dot products.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { createLineChart } from "../components/lineChart.js";
 import { checkbox, radioGroup, slider, weightBar } from "../components/controls.js";
 import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
-import { formatNumber, parseNumbers } from "../components/format.js";
+import { commonFormat, formatNumber, parseNumbers } from "../components/format.js";
 import { decodeFloat32 } from "../matrix/payload.js";
 import { mean, rowStats, standardDeviation } from "../matrix/rowStats.js";
 import { softmax } from "../matrix/softmax.js";
@@ -99,9 +100,10 @@ function formula() {
 }
 
 function drawRow(row) {
+  const scores = commonFormat(row.scores), weights = commonFormat(row.weights);
   const body = data.tokens.map((name, j) =>
-    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)), el("td", {}, formatNumber(row.scores[j])),
-      el("td", { class: "result" }, formatNumber(row.weights[j])), el("td", { class: "bars" }, weightBar(row.weights[j]))));
+    el("tr", {}, el("th", { scope: "row" }, tokenElement(name)), el("td", {}, scores(row.scores[j])),
+      el("td", { class: "result" }, weights(row.weights[j])), el("td", { class: "bars" }, weightBar(row.weights[j]))));
   const headers = ["key", "score", "weight"].map((header) => el("th", { scope: "col" }, header));
   const name = tokenElement(data.queries[state.query]);
   panel.className = `card ${state.scaled ? "scaled" : "unscaled"}`;
@@ -180,17 +182,22 @@ const lineChart = createLineChart("curves", data.sizes, ticks, (place) => {
 const legend = el("div", { class: "keys" });
 const names = Object.keys(MEASURES);
 const texts = names.map((name) => MEASURES[name].name);
-const measures = radioGroup("measure", "Measure", texts, (i) => setState({ measure: names[i] }), true);
+const measures = radioGroup("measure", "Measure", texts, (i) => {
+  setState({ measure: names[i] });
+  bringIntoView(lineChart.node, measures, legend);
+}, true);
 
 const about = data.drawn
   ? `${queryCount} random queries, ${keyCount} random keys for each.`
   : `${data.shape}. Only the first entries are used.`;
+const settings = el("div", { class: "card sliders" }, size.node, spread.node, heat.node,
+  el("div", { class: "choices" }, checkbox(el("span", {}, "divide by √", dkElement()), "scaled", true, (scaled) => setState({ scaled })),
+    el("span", {}, el("label", { for: "query" }, "Query"), queries)));
+settings.addEventListener("change", () => bringIntoView(panel.querySelector("table"), settings)); // after a slider is released
 document.getElementById("app").append(
   pageHeader(["Why scores are divided by √", dkElement()],
     [`${about} Slide `, dkElement(), ", switch the scaling off, and watch the weights."]),
-  el("div", { class: "card sliders" }, size.node, spread.node, heat.node,
-    el("div", { class: "choices" }, checkbox(el("span", {}, "divide by √", dkElement()), "scaled", true, (scaled) => setState({ scaled })),
-      el("span", {}, el("label", { for: "query" }, "Query"), queries))),
+  settings,
   el("div", { class: "beside" }, panel, facts),
   el("section", { class: "card", "aria-labelledby": "curves-title" },
     el("h2", { id: "curves-title" }, "Mean over all queries"),

@@ -5,7 +5,7 @@ import { formatNumber } from "./format.js";
 
 const STOPS = 5;
 
-function readColor(name) {
+export function readColor(name) {
   const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 }
@@ -20,6 +20,18 @@ export function createPalette() {
     for (let c = 0; c < 3; c++) colors[3 * level + c] = stops[low][c] + (place - low) * (stops[low + 1][c] - stops[low][c]);
   }
   return colors;
+}
+
+// The colour of a part of the scale, 0 … 1.
+export function paletteColor(colors, part) {
+  const level = 2 + Math.round(253 * part);
+  return Array.from(colors.subarray(3 * level, 3 * level + 3));
+}
+
+// Black or white, whichever is easier to read on a colour.
+export function textColor(color) {
+  const [r, g, b] = color.map((x) => (x <= 10.31 ? x / 3294.6 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff"; // relative luminance of equal contrast
 }
 
 // The logarithmic scale goes from a tenth of an even share, rounded down to a power of ten, to 1: it does not depend on

@@ -1,4 +1,5 @@
 // The cost of a longer sequence: a board of n × n cells, and the table of `learn.cost_table`.
+import { bringIntoView } from "./bringIntoView.js";
 import { slider } from "./controls.js";
 import { el, scrollBox } from "./dom.js";
 
@@ -31,6 +32,7 @@ export function createCostGrowth(lengths, dims) {
   }
 
   const length = slider("length n", "length", lengths.map(([text]) => text), 0, draw);
+  length.input.addEventListener("change", () => bringIntoView(caption, length.node));
   draw(0);
   const table = el("table", { id: "lengths" },
     el("caption", {}, "One head without a mask, numbers of 8 bytes"),

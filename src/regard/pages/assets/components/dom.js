@@ -47,7 +47,13 @@ export function pageHeader(title, subtitle) {
 const FRAME_VIEW = 800; // pixels
 
 // A frame may take the height of its page, so a page in a frame must not take its height from the frame.
-const isFramed = parent !== window;
+export const isFramed = parent !== window;
+let heightAround = Infinity; // of the window around the frame
+
+// The height of what the reader sees at a time.
+export function windowHeight() {
+  return Math.min(innerHeight, heightAround);
+}
 
 // The height of the window that sizes may depend on.
 export function viewHeight() {
@@ -70,6 +76,8 @@ if (isFramed) {
     addEventListener(type, () => { isUsed = true; }, { capture: true, passive: true });
   }
   addEventListener("message", ({ source, data }) => {
-    if (source === parent && data?.regardAskHeight) postHeight();
+    if (source !== parent || !data?.regardAskHeight) return;
+    heightAround = data.regardWindow || heightAround;
+    postHeight();
   });
 }

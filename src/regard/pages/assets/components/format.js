@@ -1,6 +1,7 @@
 // Numbers as text. formatNumber, formatVector and sumOfProducts write, digit for digit, what `regard.render` writes.
 
 const TERMS_SHOWN = 8;
+const MAX_DECIMALS = 4;
 
 // Python rounds an exact tie to the even digit, toFixed rounds it up: the full expansion shows whether it is a tie.
 function roundToEven(short, long) {
@@ -16,28 +17,43 @@ export function formatNumber(x) {
   if (x === 0) return Object.is(x, -0) ? "-0" : "0";
   const size = Math.abs(x);
   if (size >= 1e-3 && size < 1e6) {
-    return roundToEven(x.toFixed(4), x.toFixed(100)).replace(/\.?0+$/, "");
+    return roundToEven(x.toFixed(MAX_DECIMALS), x.toFixed(100)).replace(/\.?0+$/, "");
   }
   const [, sign, exponent] = x.toExponential(3).match(/e([+-])(\d+)$/);
   return `${roundToEven(x.toExponential(3), x.toExponential(100))}e${sign}${exponent.padStart(2, "0")}`;
+}
+
+const PLAIN = /^-?\d+(?:\.(\d+))?$/; // neither infinite nor with an exponent
+
+// A format for the numbers of a table: each has as many decimals as the number that needs most, 0.0900 beside 0.4026.
+export function commonFormat(numbers) {
+  const decimalsOf = (text) => PLAIN.exec(text)?.[1]?.length ?? 0;
+  let decimals = 0;
+  for (const x of numbers) {
+    if (decimals < MAX_DECIMALS && !Number.isInteger(x)) decimals = Math.max(decimals, decimalsOf(formatNumber(x)));
+  }
+  return (x) => {
+    const text = formatNumber(x), missing = decimals - decimalsOf(text);
+    return missing && PLAIN.test(text) ? `${text}${text.includes(".") ? "" : "."}${"0".repeat(missing)}` : text;
+  };
 }
 
 function joinTerms(terms, head, separator) {
   return terms.length > TERMS_SHOWN ? [...terms.slice(0, head), "…", terms.at(-1)].join(separator) : terms.join(separator);
 }
 
-export function formatVector(numbers) {
-  return `[${joinTerms(Array.from(numbers, formatNumber), TERMS_SHOWN - 2, ", ")}]`;
+export function formatVector(numbers, format = formatNumber) {
+  return `[${joinTerms(Array.from(numbers, (x) => format(x)), TERMS_SHOWN - 2, ", ")}]`;
 }
 
-// The right factor of a product, in parentheses if it has a minus sign.
+// A factor or a subtrahend, in parentheses if it has a minus sign.
 export function formatFactor(x) {
   const text = formatNumber(x);
   return text.startsWith("-") ? `(${text})` : text;
 }
 
 export function sumOfProducts(query, key) {
-  return joinTerms(Array.from(query, (q, i) => `${formatNumber(q)}·${formatFactor(key[i])}`), 3, " + ") || "0";
+  return joinTerms(Array.from(query, (q, i) => `${formatFactor(q)}·${formatFactor(key[i])}`), 3, " + ") || "0";
 }
 
 // Three digits.

@@ -1,7 +1,7 @@
 // A matrix as a picture of coloured cells, with names beside it and numbers in it if there is room. The pointer or the arrow
 // keys select a cell.
+import { textColor } from "./colorScale.js";
 import { el } from "./dom.js";
-import { formatNumber } from "./format.js";
 
 const MIN_LABEL_SIZE = 14; // pixels of a cell that leave room for its name
 const MIN_NUMBER_SIZE = 52; // pixels of a cell that leave room for its number
@@ -10,11 +10,6 @@ const MAX_FLAT_NAMES = 8; // more columns have upright names
 const ROWS_PER_PAGE = 16;
 export const LABEL_WIDTH = 112;
 export const MAX_CELL = 96;
-
-export function readColor(name) {
-  const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-}
 
 // Shorten a text to a width in pixels.
 function fitText(context, text, room) {
@@ -30,10 +25,10 @@ export function maxTextWidth(names) {
   return Math.ceil(Math.max(...names.map((name) => context.measureText(name).width)));
 }
 
-// `rows` and `columns` are names; `columns` may be null. `paintCell(i, j)` gives { color: [r, g, b], text, isStrong },
-// where text is null for a masked cell and isStrong means that the colour needs light text. `at` is the selected
+// `rows` and `columns` are names; `columns` may be null. `paintCell(i, j)` gives { color: [r, g, b], text },
+// where text is null for a masked cell. `at` is the selected
 // { row, column }, which the page shares between pictures; column is null if only the row is selected here.
-// `onSelect(row, column)` is called with a cell within the matrix.
+// `onSelect(row, column, isChosen)` is called with a cell within the matrix; it is chosen by a click, a tap or a key.
 export function createHeatPicture({ id, label, rows, columns, shape: [rowCount, columnCount], paintCell, at, onSelect }) {
   const canvas = el("canvas", { id, tabindex: "0", role: "application", "aria-label": label, "aria-describedby": "cell" });
   let image = null, layout = { width: 1, height: 1, left: 0, top: 0, hasLabels: false };
@@ -103,8 +98,8 @@ export function createHeatPicture({ id, label, rows, columns, shape: [rowCount, 
     context.font = `${width >= 72 ? 16 : 13}px ${style.fontFamily}`;
     for (let i = 0; i < rowCount; i++) {
       for (let j = 0; j < columnCount; j++) {
-        const { text, isStrong } = paintCell(i, j);
-        context.fillStyle = style.getPropertyValue(text === null ? "--soft" : isStrong ? "--card" : "--ink");
+        const { text, color } = paintCell(i, j);
+        context.fillStyle = text === null ? style.getPropertyValue("--soft") : textColor(color);
         context.fillText(fitText(context, text ?? "masked", width - 4), left + (j + 0.5) * width, top + (i + 0.5) * height);
       }
     }
@@ -134,13 +129,13 @@ export function createHeatPicture({ id, label, rows, columns, shape: [rowCount, 
   }
 
   function onPointer(event) {
+    const isChosen = event.type === "click";
     const { width, height, left, top } = layout;
     const row = Math.floor((event.offsetY - top - 1) / height), column = Math.floor((event.offsetX - left - 1) / width);
     const isInside = row >= 0 && row < rowCount && column >= 0 && column < columnCount;
-    if (isInside && (row !== at().row || column !== at().column)) onSelect(row, column);
+    if (isInside && (isChosen || row !== at().row || column !== at().column)) onSelect(row, column, isChosen);
   }
-  canvas.addEventListener("pointermove", onPointer);
-  canvas.addEventListener("pointerdown", onPointer);
+  for (const type of ["pointermove", "pointerdown", "click"]) canvas.addEventListener(type, onPointer);
   canvas.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
     const { row, column: selected } = at(), column = selected ?? 0;
@@ -156,7 +151,7 @@ export function createHeatPicture({ id, label, rows, columns, shape: [rowCount, 
     }[event.key];
     if (!target) return;
     event.preventDefault();
-    onSelect(Math.min(Math.max(target[0], 0), rowCount - 1), Math.min(Math.max(target[1], 0), columnCount - 1));
+    onSelect(Math.min(Math.max(target[0], 0), rowCount - 1), Math.min(Math.max(target[1], 0), columnCount - 1), true);
   });
 
   // Paint again after the colours changed.
@@ -165,9 +160,4 @@ export function createHeatPicture({ id, label, rows, columns, shape: [rowCount, 
     paint();
   }
   return { canvas, resize, paint, repaint };
-}
-
-// A number for a cell. Cut to the cell, 1.288e-04 would read as 1.288.
-export function shortCellText(x) {
-  return x > 0 && x < 1e-3 ? "<0.001" : formatNumber(x);
 }

@@ -1,6 +1,6 @@
 // The axes of a map, with tokens if they fit and otherwise positions, and the numbers in its cells.
 import { MASKED } from "../matrix/weights.js";
-import { colorLevel } from "./colorScale.js";
+import { colorLevel, textColor } from "./colorScale.js";
 
 // Pixels of a cell from which on there is room …
 export const MIN_LABEL_SIZE = 15; // for its token
@@ -92,9 +92,8 @@ function formatCellWeight(weight) {
 }
 
 // Write the weight in each cell that is large enough; `weightAt(i, j)` is null if it is not known yet.
-export function drawCellWeights(context, style, { left, top, across, down, first, upper, wide, high }, weightAt, scale) {
+export function drawCellWeights(context, style, { left, top, across, down, first, upper, wide, high }, weightAt, scale, colors) {
   if (across < MIN_NUMBER_SIZE || down < 16) return;
-  const [pale, dark] = ["--on-pale", "--on-dark"].map((name) => style.getPropertyValue(name));
   context.font = `${across >= 60 ? 14 : 12}px ${style.fontFamily}`;
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -103,7 +102,7 @@ export function drawCellWeights(context, style, { left, top, across, down, first
       const weight = weightAt(i, j);
       if (weight === null || Number.isNaN(weight)) continue;
       const level = colorLevel(scale, weight);
-      context.fillStyle = weight === MASKED ? style.getPropertyValue("--soft") : level > 140 ? dark : pale;
+      context.fillStyle = weight === MASKED ? style.getPropertyValue("--soft") : textColor(Array.from(colors.subarray(3 * level, 3 * level + 3)));
       context.fillText(formatCellWeight(weight), left + (j + 0.5 - first) * across, top + (i + 0.5 - upper) * down);
     }
   }

@@ -26,14 +26,6 @@ export function createMatrixProduct(left, right, result) {
         cell.className = cellText === null ? `unknown ${kind(name, i, j)}` : kind(name, i, j);
       }));
     }
-    scrollIntoBox(node.querySelector(".at-work"), node.closest(".scroll"));
   }
   return { node, draw };
-}
-
-// Scrolls sideways only, so that the page itself does not move.
-function scrollIntoBox(cell, box) {
-  if (!cell || !box) return;
-  const [inner, outer] = [cell, box].map((node) => node.getBoundingClientRect());
-  box.scrollLeft += Math.min(inner.left - outer.left, 0) + Math.max(inner.right - outer.right, 0);
 }

@@ -5,11 +5,10 @@ import { createFlights } from "./flights.js";
 import { formatNumber } from "./format.js";
 import { createNumberGrid } from "./numberGrid.js";
 
-const MAX_COLUMNS_IN_A_LINE = 20; // more columns do not fit beside each other
-
 // `problem` has tokens, queries, Q, K, V (V may be null). `onSelect(name, i, j)` and `onEdit(name, i, j, number)` are
-// called with the name of a matrix and a cell of it as it is drawn: Kᵀ has a column for each key.
-export function createMatrixScreen({ tokens, queries, Q, K, V }, onSelect, onEdit) {
+// called with the name of a matrix and a cell of it as it is drawn: Kᵀ has a column for each key. `desk` is below the two
+// products if they fit in a line, and between them otherwise, so that it is near both.
+export function createMatrixScreen({ tokens, queries, Q, K, V }, desk, onSelect, onEdit) {
   const [n, m, dim, valueDim] = [queries.length, tokens.length, K[0].length, V ? V[0].length : 0];
   const grid = (name, symbol, meaning, rows, columns, shape, isInput) => createNumberGrid({
     id: `grid-${name}`, symbol, meaning, rows, columns, shape,
@@ -27,18 +26,24 @@ export function createMatrixScreen({ tokens, queries, Q, K, V }, onSelect, onEdi
   const factor = el("span", { id: "factor" });
   const arrow = el("p", { class: "between", "aria-hidden": "true" }, factor, el("span", { class: "arrow" }), el("span", {}, "softmax"));
   const place = (name) => (grids[name] ? el("div", { class: `place-${name}` }, grids[name].node) : []);
+  const products = [["K", "Q", "scores"], ["V", "weights", "output"]].map((names) => el("div", { class: "product" }, names.map(place)));
   const node = el("div", { class: "matrices" },
-    el("div", { class: "product" }, place("K"), place("Q"), place("scores")), arrow,
-    el("div", { class: "product" }, place("V"), place("weights"), place("output")));
-  if (dim + 2 * m + valueDim > MAX_COLUMNS_IN_A_LINE) node.classList.add("tall");
-  const box = scrollBox("The matrices of attention", node);
+    scrollBox("Queries, keys and scores", products[0]), arrow, scrollBox("Weights, values and output", products[1]), desk);
+  node.style.setProperty("--columns", `${dim + 2 * m + valueDim}`);
+  const productOf = (name) => products[["K", "Q", "scores"].includes(name) ? 0 : 1];
+
+  function chooseLayout() {
+    node.classList.remove("tall");
+    node.classList.toggle("tall", node.scrollWidth > node.clientWidth);
+  }
+  new ResizeObserver(chooseLayout).observe(node);
   const flights = createFlights(node);
 
   // `value(name, i, j)`, `kind(name, i, j)` are those of the grids; weights are coloured by their size.
   function draw(value, kind, scale) {
     const largest = Math.max(...grids.weights.cells.flatMap((row, i) => row.map((_, j) => value("weights", i, j) || 0)));
     for (const [name, it] of Object.entries(grids)) {
-      const share = name === "weights" ? (i, j) => value(name, i, j) / largest : undefined;
+      const share = name === "weights" ? (i, j) => value(name, i, j) / largest : null;
       it.draw((i, j) => value(name, i, j), (i, j) => kind(name, i, j), share);
     }
     factor.textContent = scale === 1 ? "" : `× ${formatNumber(scale)}`;
@@ -61,7 +66,7 @@ export function createMatrixScreen({ tokens, queries, Q, K, V }, onSelect, onEdi
     } else flights.stop();
   }
 
-  return { box, node, grids, draw, animate };
+  return { node, productOf, draw, animate };
 }
 
 // The classes of a cell for the current product: its factors, and the cells that are being computed.

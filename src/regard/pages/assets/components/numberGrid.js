@@ -1,7 +1,8 @@
 // A matrix of numbers in which a cell can be selected and, if it is an input, changed: type, or press Enter, or click the
 // selected cell. Arrow keys move; the matrix is one tab stop.
-import { formatCell, parseCell } from "./cellNumber.js";
+import { cellFormat, parseCell } from "./cellNumber.js";
 import { el, tokenElement } from "./dom.js";
+import { createPalette, paletteColor, textColor } from "./colorScale.js";
 import { formatNumber } from "./format.js";
 
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -Infinity], End: [0, Infinity] };
@@ -9,7 +10,7 @@ const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRi
 // `rows` and `columns` are names, or null. `onSelect(i, j)` is called when a cell gets the focus or is clicked, and
 // `onEdit(i, j, number)` after a change; without it the cells cannot be changed.
 export function createNumberGrid({ id, symbol, meaning, rows, columns, shape: [height, width], onSelect, onEdit = null }) {
-  let roving = [0, 0], editor = null;
+  let roving = [0, 0], editor = null, format = cellFormat([]);
   const header = (names, i, scope) =>
     el("th", { scope, class: names ? "" : "unnamed" }, names ? tokenElement(names[i]) : `${i}`);
   const cells = Array.from({ length: height }, (_, i) => Array.from({ length: width }, (_, j) => {
@@ -53,7 +54,7 @@ export function createNumberGrid({ id, symbol, meaning, rows, columns, shape: [h
       editor = null;
       const number = isKept ? parseCell(input.value) : null;
       input.remove();
-      cell.textContent = before === "" ? "" : formatCell(Number(before));
+      cell.textContent = before === "" ? "" : format(Number(before));
       if (number !== null && number !== Number(before)) onEdit(i, j, number);
       if (move) select(i + move[0], j + move[1]);
     };
@@ -92,16 +93,22 @@ export function createNumberGrid({ id, symbol, meaning, rows, columns, shape: [h
     }
   });
 
-  // `value(i, j)` is a number, or null if it is not known yet; `kind(i, j)` its classes, `share(i, j)` 0 … 1 its colour.
-  function draw(value, kind, share = () => 0) {
+  // `value(i, j)` is a number, or null if it is not known yet; `kind(i, j)` its classes, `share(i, j)` 0 … 1 its colour if
+  // there is one.
+  function draw(value, kind, share = null) {
+    const colors = share && createPalette();
+    format = cellFormat(cells.flatMap((row, i) => row.map((_, j) => value(i, j))).filter((x) => x !== null));
     cells.forEach((row, i) => row.forEach((cell, j) => {
       const x = value(i, j);
-      const text = x === null ? "·" : formatCell(x);
+      const text = x === null ? "·" : format(x);
       cell.dataset.value = x === null ? "" : String(x);
       if (!(editor && cell.contains(editor)) && cell.textContent !== text) cell.textContent = text;
       cell.className = `${x === null ? "unknown " : x === -Infinity ? "masked-key " : ""}${kind(i, j)}`;
       cell.setAttribute("aria-selected", String(cell.classList.contains("selected")));
-      cell.style.setProperty("--share", String(x === null ? 0 : Math.min(share(i, j) || 0, 1)));
+      if (!share) return;
+      const color = paletteColor(colors, x === null ? 0 : Math.min(share(i, j) || 0, 1));
+      cell.style.setProperty("--shade", `rgb(${color})`);
+      cell.style.setProperty("--on-shade", textColor(color));
     }));
   }
 

@@ -25,7 +25,7 @@ function describeScale({ row, column, tokens, scale, dim, query }) {
       ? [quote(query), " must not look at ", quote(tokens[j]), ": the mask replaces the score by minus infinity."]
       : [isOn ? "Multiply every score by one factor, so that scores do not grow with the number of entries."
         : "Scaling is off: the sums are the scores, and grow with the number of entries."],
-    formula: masked ? `${formatNumber(row.raw_scores[j])} → −∞` : `${formatNumber(row.raw_scores[j])} × ${formatNumber(scale)} = ${formatNumber(row.scores[j])}`,
+    formula: masked ? `${formatNumber(row.raw_scores[j])} → −∞` : `${formatFactor(row.raw_scores[j])} × ${formatNumber(scale)} = ${formatNumber(row.scores[j])}`,
   };
 }
 

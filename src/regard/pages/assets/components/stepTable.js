@@ -1,7 +1,7 @@
 // Every number of one step of one query, as a table with a row for each key.
 import { weightBar } from "./controls.js";
 import { el, scrollBox, tokenElement } from "./dom.js";
-import { formatNumber, formatVector, sumOfProducts } from "./format.js";
+import { commonFormat, formatFactor, formatNumber, formatVector, sumOfProducts } from "./format.js";
 
 const cell = (text, kind = "") => el("td", { class: kind }, text);
 const maskedCell = () => el("td", { class: "masked-key" }, "masked");
@@ -10,14 +10,17 @@ const maskedCell = () => el("td", { class: "masked-key" }, "masked");
 function stepContent(step, { row, keys, values, scale, masks }) {
   const isLive = (j) => row.scores[j] !== -Infinity;
   const factor = formatNumber(scale);
+  const column = (numbers) => commonFormat(numbers.flat());
+  const sums = column(row.raw_scores), scores = column(row.scores), weights = column(row.weights);
   if (step === 0) {
+    const entries = column(keys);
     return {
       formula: `query = ${formatVector(row.query)}`,
       headers: ["key", "query · key", "sum"],
       cells: (j) => [
-        cell(formatVector(keys[j])),
+        cell(formatVector(keys[j], entries)),
         cell(sumOfProducts(row.query, keys[j])),
-        cell(formatNumber(row.raw_scores[j]), "result"),
+        cell(sums(row.raw_scores[j]), "result"),
       ],
     };
   }
@@ -26,33 +29,35 @@ function stepContent(step, { row, keys, values, scale, masks }) {
       formula: [scale === 1 ? "score = sum" : `score = sum × ${factor}`, ...masks].join(", then "),
       headers: ["sum", "factor", "score"],
       cells: (j) => [
-        cell(formatNumber(row.raw_scores[j])),
+        cell(sums(row.raw_scores[j])),
         cell(`× ${factor}`),
-        isLive(j) ? cell(formatNumber(row.scores[j]), "result") : maskedCell(),
+        isLive(j) ? cell(scores(row.scores[j]), "result") : maskedCell(),
       ],
     };
   }
   if (step === 2) {
+    const exponentials = column(row.exponentials);
     return {
-      formula: `weight = exp(score − ${formatNumber(row.shift)}) / ${formatNumber(row.total)}`,
+      formula: `weight = exp(score − ${formatFactor(row.shift)}) / ${formatNumber(row.total)}`,
       headers: ["score", "exp", "weight", ""],
       cells: (j) => [
-        isLive(j) ? cell(formatNumber(row.scores[j])) : maskedCell(),
-        cell(formatNumber(row.exponentials[j])),
-        cell(formatNumber(row.weights[j]), "result"),
+        isLive(j) ? cell(scores(row.scores[j])) : maskedCell(),
+        cell(exponentials(row.exponentials[j])),
+        cell(weights(row.weights[j]), "result"),
         el("td", { class: "bars" }, weightBar(row.weights[j])),
       ],
     };
   }
+  const entries = column(values), contributions = column([...row.contributions, row.output]);
   return {
     formula: `output = ${formatVector(row.output)}`,
     headers: ["weight", "value", "weight · value"],
     cells: (j) => [
-      cell(formatNumber(row.weights[j])),
-      cell(formatVector(values[j])),
-      cell(formatVector(row.contributions[j]), "result"),
+      cell(weights(row.weights[j])),
+      cell(formatVector(values[j], entries)),
+      cell(formatVector(row.contributions[j], contributions), "result"),
     ],
-    footer: ["", "", formatVector(row.output)],
+    footer: ["", "", formatVector(row.output, contributions)],
   };
 }
 

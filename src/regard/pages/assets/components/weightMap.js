@@ -206,7 +206,7 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     const useTiles = isFiner && (!overview || reduce === "mean" || rowStep * columnStep <= MAX_EXACT_WEIGHTS);
     const missing = useTiles ? tiles.paint(context, place, rowStep, columnStep) : Number(!levels);
     if (!useTiles) tiles.abortRequests();
-    if (single) drawCellWeights(context, style, place, tiles.weightAt, scale);
+    if (single) drawCellWeights(context, style, place, tiles.weightAt, scale, colors);
     drawSelection(context, style, place);
     context.restore();
     drawAxes(context, style, place, { queries, tokens });

@@ -1,0 +1,47 @@
+// Scroll to what the reader's action changed, as little as possible.
+import { isFramed, windowHeight } from "./dom.js";
+
+const MARGIN = 8; // pixels
+const reduced = matchMedia("(prefers-reduced-motion: reduce)");
+
+// How far to scroll so that start … end is within low … high; if it is longer, its start is.
+function distance(start, end, low, high) {
+  if (start < low) return start - low;
+  return Math.max(Math.min(end - high, start - low), 0);
+}
+
+function scrollWithin(box, node) {
+  const inner = node.getBoundingClientRect(), outer = box.getBoundingClientRect();
+  box.scrollBy({
+    left: distance(inner.left, inner.right, outer.left, outer.right),
+    top: distance(inner.top, inner.bottom, outer.top, outer.bottom),
+    behavior: "instant",
+  });
+}
+
+const isScrollable = (box) => (box.scrollHeight > box.clientHeight || box.scrollWidth > box.clientWidth)
+  && /auto|scroll/.test(getComputedStyle(box).overflow);
+
+// Scroll the boxes around a node, and not the page, so that the node is inside them.
+export function bringIntoBox(node) {
+  for (let box = node?.parentElement; box && box !== document.body; box = box.parentElement) {
+    if (isScrollable(box)) scrollWithin(box, node);
+  }
+}
+
+// Bring nodes into view, the most important first. A node that does not fit in the window together with those before it
+// is left out. In a frame that is as high as its page, the page around it is asked to scroll.
+export function bringIntoView(...nodes) {
+  const [first, ...others] = nodes.filter((node) => node?.getClientRects().length);
+  if (!first) return;
+  bringIntoBox(first);
+  const bar = document.querySelector(".stays-on-top")?.offsetHeight ?? 0; // it covers what is below it
+  const low = MARGIN + (isFramed ? 0 : bar), high = windowHeight() - MARGIN;
+  const shown = others.reduce((whole, node) => {
+    const own = node.getBoundingClientRect(), top = Math.min(own.top, whole.top), bottom = Math.max(own.bottom, whole.bottom);
+    return bottom - top <= high - low ? { top, bottom } : whole;
+  }, first.getBoundingClientRect());
+  const by = distance(shown.top, shown.bottom, low, high), before = scrollY;
+  if (by) scrollBy({ top: by, behavior: reduced.matches || isFramed ? "instant" : "smooth" });
+  if (isFramed) parent.postMessage({ regardShow: [shown.top - low, shown.bottom + MARGIN].map((y) => y - (scrollY - before)) }, "*");
+}
