@@ -32,11 +32,15 @@ def expected(steps, step: int) -> list[list[str]]:
     """The cells of the table for an explanation."""
     names, count = list(steps.key_tokens), len(steps.key_tokens)
     masked = np.asarray(steps.scores) == -np.inf
-    scores = ["masked" if hidden else text for hidden, text in zip(masked, format_column(steps.scores), strict=True)]
+    scores = [
+        "masked" if hidden else text for hidden, text in zip(masked, format_column(steps.scores), strict=True)
+    ]
     sums, weights = format_column(steps.raw_scores), format_column(steps.weights)
     if step == 0:
         products = [
-            " + ".join(f"{format_factor(q)}·{format_factor(k)}" for q, k in zip(steps.query, key, strict=True))
+            " + ".join(
+                f"{format_factor(q)}·{format_factor(k)}" for q, k in zip(steps.query, key, strict=True)
+            )
             for key in steps.key
         ]
         columns = [format_vectors(steps.key), products, sums]

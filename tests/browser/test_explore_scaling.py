@@ -203,8 +203,7 @@ def test_own_query_and_key(show):
             assert shown(tab) == wanted(raw, i, size, predicted, True, 1.0, 1.0)
             steps = regard.attention(cat.Q[:, :size], cat.K[:, :size]).explain(i)
             assert [row[1:3] for row in table(tab)] == [
-                [s, w]
-                for s, w in zip(format_column(steps.scores), format_column(steps.weights), strict=True)
+                [s, w] for s, w in zip(format_column(steps.scores), format_column(steps.weights), strict=True)
             ]
 
 

@@ -142,7 +142,8 @@ def explain_preparation(
 def explain_comparison(query: Floats, key: Floats, scores: Floats, tokens: Sequence[str]) -> WorkedStep:
     """Explain step 1: the dot product of the query with each key."""
     sums = [
-        join_terms(f"{format_factor(q)}·{format_factor(k)}" for q, k in zip(query, row, strict=True)) for row in key
+        join_terms(f"{format_factor(q)}·{format_factor(k)}" for q, k in zip(query, row, strict=True))
+        for row in key
     ]
     lines = [[token, f"{terms} = {as_text(s)}"] for token, terms, s in zip(tokens, sums, scores, strict=True)]
     return WorkedStep(f"1. Compare the query {as_text(query)} with each key", format_lines(lines))
