@@ -16,7 +16,7 @@ import regard
 from regard import explore
 from regard.explore import tracer
 from regard.explore.tracer import take_snapshot, trace_call
-from regard.learn import ScaledDotProductAttention, attention_by_loops, cat, tiny_head
+from regard.learn import CheckedAttention, attention_by_loops, cat, tiny_head
 from regard.render.text import escape_unprintable, format_number
 from tests.helpers.pages import HOSTILE
 
@@ -581,7 +581,7 @@ def cells(array) -> list:
 
 @slow
 def test_the_steps_of_the_class_show_every_number(show):
-    attention = ScaledDotProductAttention(4)
+    attention = CheckedAttention(4)
     tab = show(explore.code(attention.forward, cat.Q, cat.K, cat.V))
     seen = tab.evaluate(HARVEST)
     scores = attention.compute_scores(cat.Q, cat.K)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from regard.learn import (
-    ScaledDotProductAttention,
+    CheckedAttention,
     attention_by_loops,
     scaled_dot_product_attention,
 )
@@ -21,7 +21,7 @@ def draw_qkv(n_q: int, n_k: int, d_k: int, d_v: int, *lead: int, seed: int = 0) 
 
 
 def by_class(Q: Any, K: Any, V: Any, mask: Any = None) -> tuple[Any, Any]:
-    return ScaledDotProductAttention(d_k=np.shape(Q)[-1])(Q, K, V, mask)
+    return CheckedAttention(d_k=np.shape(Q)[-1])(Q, K, V, mask)
 
 
 def by_function(Q: Any, K: Any, V: Any, mask: Any = None) -> tuple[Any, Any]:

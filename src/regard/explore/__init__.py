@@ -11,9 +11,9 @@ Design notes:
 - The model of the page is trained on children's stories, byte by byte. A model small enough for a page writes
   readable sentences only about a small world. Bytes need no tokenizer, and each is a letter that a reader can point
   at. The weights are in the package (1.7 MB, float16), the text is not: its licence asks to be passed on with it.
-- The listings of `explore.code()` are text files, run and traced when the page is made. Code to be read has no
-  validation and no types, and three classes of one name must not be importable. The note on a line stands above it in
-  the file, so the two cannot drift apart; tests compare the listings with `learn`.
+- The listings of `explore.code()` are text files, run and traced when the page is made. The note on a line stands
+  above it in the file, so the two cannot drift apart. The NumPy listing is the class of `learn`, tested to be the same
+  text; the listing in PyTorch has the same name and cannot be imported.
 - Explorers show the library's numbers until the reader changes one, then compute in the page. Nothing on the first
   screen can differ from Python. The page's own steps are compared with `attention` in tests, for switches, changed
   numbers and typed sentences.

@@ -1,6 +1,7 @@
 """Attention written to be read, on NumPy alone, for the book and its exercises. Masks are boolean, True = attend.
 
-Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `family` has fifteen variants,
+Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `CheckedAttention` is the
+class around it that checks its arguments, reads masks and explains a row. `family` has fifteen variants,
 `exercises` the tasks with a checker, `figures` the drawings of the book. Imports from `regard.core` and below;
 `exercises` also imports `regard.testing`.
 
@@ -14,7 +15,7 @@ Design notes:
 """
 
 from regard.learn import examples, exercises, family, figures
-from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
+from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.block import (
     FeedForward,
     LayerNorm,
@@ -24,6 +25,7 @@ from regard.learn.block import (
     gelu,
     relu,
 )
+from regard.learn.checked import CheckedAttention, scaled_dot_product_attention
 from regard.learn.cost import (
     Cost,
     CostTable,
@@ -92,6 +94,7 @@ __all__ = [
     "AdditiveCounts",
     "AlternativeRow",
     "AlternativeTable",
+    "CheckedAttention",
     "Cost",
     "CostTable",
     "CountedAttention",

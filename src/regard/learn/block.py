@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
-from regard.learn.attention import scaled_dot_product_attention
+from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.validation import (
     Floats,
     MaskLike,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.learn.attention import scaled_dot_product_attention
+from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.validation import (
     Bools,
     Floats,
@@ -608,7 +608,7 @@ def iter_multiplications(
     """
     Q, K, V = _check_head("iter_multiplications", Q, K, V)
     mask = read_mask("iter_multiplications", mask, true_means)
-    _, weights = scaled_dot_product_attention(Q, K, V, mask)
+    weights = attention_by_loops(Q, K, V, mask).weights
     visible = np.ones(weights.shape, bool)
     if mask is not None:
         visible = as_mask("iter_multiplications", mask, weights.shape)

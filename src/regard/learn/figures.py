@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
 from regard.learn.block import MultiHeadAttention, TransformerBlock
 from regard.learn.canvas import WIDTH, Accent, Anchor, Canvas, Figure, format_cell
+from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.cost import Cost
 from regard.learn.examples import cat, magnitude, projection, tiny_head
 from regard.learn.masks import create_causal_mask, create_padding_mask
@@ -31,10 +31,9 @@ QUERY = cat.tokens.index("sat")
 
 def draw_four_steps() -> Figure:
     """Draw how the query of "sat" becomes an output: compare, scale, normalise, aggregate."""
-    attention = ScaledDotProductAttention(d_k=cat.K.shape[-1])
     raw = (cat.Q @ cat.K.T)[QUERY]
     scaled = raw / np.sqrt(cat.K.shape[-1])
-    output, weights = (x[QUERY] for x in attention(cat.Q, cat.K, cat.V))
+    output, weights = (x[QUERY] for x in scaled_dot_product_attention(cat.Q, cat.K, cat.V))
     token = cat.tokens[QUERY]
 
     canvas = Canvas()

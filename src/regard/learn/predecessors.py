@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
-from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.checked import CheckedAttention
 from regard.learn.softmax_alternatives import normalised_relu
 from regard.learn.validation import (
     Floats,
@@ -147,7 +147,7 @@ def kernel_attention(
         )
     mask = read_mask("kernel_attention", mask, true_means)
     weights = normalised_relu(similarities, mask)  # none is negative: each is divided by the sum
-    return ScaledDotProductAttention(d_k=Q.shape[-1]).compute_output(weights, V, mask), weights
+    return CheckedAttention(d_k=Q.shape[-1]).compute_output(weights, V), weights
 
 
 class RecurrentNetwork:
@@ -225,8 +225,8 @@ class RecurrentNetwork:
         return norms
 
 
-class AdditiveAttention:
-    """Attention with additive scores, and the methods of `ScaledDotProductAttention`.
+class AdditiveAttention(CheckedAttention):
+    """Attention with additive scores: only the comparison differs from the dot product, and nothing is scaled.
 
     A model learns `W_Q` (d_q, hidden_dim), `W_K` (d_k, hidden_dim) and `w` (hidden_dim,); here they are random, and you
     can assign others.
@@ -246,8 +246,8 @@ class AdditiveAttention:
     """
 
     def __init__(self, d_q: int, d_k: int, hidden_dim: int, *, seed: int = 0) -> None:
+        super().__init__(d_k)
         self.d_q = as_count("AdditiveAttention", "d_q", d_q, minimum=1)
-        self.d_k = as_count("AdditiveAttention", "d_k", d_k, minimum=1)
         self.hidden_dim = as_count("AdditiveAttention", "hidden_dim", hidden_dim, minimum=1)
         rng = np.random.default_rng(seed)
         # A variance of 1 / (number of terms) keeps a sum of products about as large as its factors.
@@ -255,36 +255,7 @@ class AdditiveAttention:
         self.W_K: Floats = rng.normal(scale=self.d_k**-0.5, size=(self.d_k, self.hidden_dim))
         self.w: Floats = rng.normal(scale=self.hidden_dim**-0.5, size=self.hidden_dim)
 
-    def forward(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
-    ) -> tuple[Floats, Floats]:
-        """Compare, normalise and aggregate; only the comparison differs from the dot product.
-
-        Args:
-            Q: Queries (…, q_len, d_q).
-            K: Keys (…, kv_len, d_k).
-            V: Values (…, kv_len, d_v).
-            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len). Or of 0 and 1, with `true_means`.
-            true_means: What True and 1 in the mask stand for, "attend" or "ignore". Without it, the mask is boolean and
-                True means attend.
-
-        Returns:
-            The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
-
-        >>> attention = AdditiveAttention(d_q=1, d_k=1, hidden_dim=4)
-        >>> output, weights = attention.forward([[1], [2]], [[0], [0]], [[5], [7]], mask=[[True, False], [True, True]])
-        >>> weights
-        array([[1. , 0. ],
-               [0.5, 0.5]])
-        """
-        mask = read_mask("AdditiveAttention", mask, true_means)
-        scores = self.compute_scores(Q, K)
-        weights = self.compute_weights(scores, mask)
-        return self.compute_output(weights, V, mask), weights
-
-    __call__ = forward
-
-    def compute_scores(self, Q: ArrayLike, K: ArrayLike) -> Floats:
+    def compute_scores(self, Q: Floats, K: Floats) -> Floats:
         """Compare: compute w · tanh(query W_Q + key W_K) for every query and key.
 
         Args:
@@ -296,7 +267,7 @@ class AdditiveAttention:
 
         >>> attention = AdditiveAttention(d_q=1, d_k=1, hidden_dim=1)
         >>> attention.W_Q, attention.W_K, attention.w = np.ones((1, 1)), np.ones((1, 1)), np.array([2.0])
-        >>> attention.compute_scores([[0.5]], [[-0.5], [0.5]]).round(3)  # 2 tanh(0) and 2 tanh(1)
+        >>> attention.compute_scores(np.array([[0.5]]), np.array([[-0.5], [0.5]])).round(3)  # 2 tanh(0) and 2 tanh(1)
         array([[0.   , 1.523]])
         """
         Q, K, W_Q, W_K, w = self._check_arrays(Q, K)
@@ -306,30 +277,30 @@ class AdditiveAttention:
             # Every pair has its own hidden layer: hidden_dim times the memory of the scores.
             return np.tanh(from_query + from_key) @ w
 
-    def compute_weights(self, scores: ArrayLike, mask: MaskLike = None) -> Floats:
-        """Normalise: compute the softmax of each row, as for the dot product.
+    def scale_scores(self, scores: Floats) -> Floats:
+        """Return the scores as they are: tanh already keeps them small.
 
         Args:
             scores: Scores (…, q_len, kv_len).
-            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
 
         Returns:
-            Weights (…, q_len, kv_len).
+            The same scores.
         """
-        return ScaledDotProductAttention(self.d_k).compute_weights(scores, mask)
+        return scores
 
-    def compute_output(self, weights: ArrayLike, V: ArrayLike, mask: MaskLike = None) -> Floats:
-        """Aggregate: mix the values by their weights, as for the dot product.
+    def check_arrays(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
+        """Convert Q, K and V to float64, and check that their shapes fit together.
 
         Args:
-            weights: Weights (…, q_len, kv_len).
+            Q: Queries (…, q_len, d_q).
+            K: Keys (…, kv_len, d_k).
             V: Values (…, kv_len, d_v).
-            mask: Boolean, True = attend; broadcasts to (…, q_len, kv_len).
 
         Returns:
-            The output (…, q_len, d_v).
+            The three arrays.
         """
-        return ScaledDotProductAttention(self.d_k).compute_output(weights, V, mask)
+        Q, K, *_ = self._check_arrays(Q, K)
+        return Q, *super().check_arrays(K, K, V)[1:]
 
     def score_by_loops(self, Q: ArrayLike, K: ArrayLike) -> CountedScores:
         """Compute the scores of one sequence with explicit loops, and count every operation.

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError, describe_argument
-from regard.learn.attention import scaled_dot_product_attention
 from regard.learn.block import relu
+from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.masks import create_causal_mask
 from regard.learn.softmax_alternatives import softmax
 from regard.learn.validation import Floats

@@ -121,7 +121,7 @@ def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: 
     return counts
 
 
-def read_mask(operation: str, mask: MaskLike, true_means: TrueMeans) -> MaskLike:
+def read_mask(operation: str, mask: MaskLike, true_means: TrueMeans) -> Bools | None:
     """Convert a mask of booleans, or of 0 and 1, to booleans with True = attend.
 
     Without `true_means`, True means attend, and numbers are refused.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from regard import ArgumentTypeError
+from regard.explore.code_explorer import read_listing
 from regard.learn import (
     AdditiveAttention,
+    CheckedAttention,
     MultiHeadAttention,
     ScaledDotProductAttention,
     TransformerBlock,
@@ -21,6 +25,7 @@ from regard.learn import (
     create_causal_mask,
     create_padding_mask,
     examples,
+    exercises,
     family,
     iter_multiplications,
     kernel_attention,
@@ -60,7 +65,7 @@ def test_agrees_with_the_definition(attend: Any, seed: int) -> None:
 
 def test_forward_is_the_four_steps_in_order() -> None:
     Q, K, V = draw_qkv(5, 7, 3, 2)
-    attention = ScaledDotProductAttention(d_k=3)
+    attention = CheckedAttention(d_k=3)
     scores = attention.compute_scores(Q, K)
     scaled = attention.scale_scores(scores)
     weights = attention.compute_weights(scaled)
@@ -72,6 +77,37 @@ def test_forward_is_the_four_steps_in_order() -> None:
         got_output, got_weights = way(Q, K, V)
         np.testing.assert_array_equal(got_weights, weights)
         np.testing.assert_array_equal(got_output, output)
+
+
+def test_the_class_is_the_same_text_everywhere() -> None:
+    source = inspect.getsource(ScaledDotProductAttention)
+    docstring = source.partition('    """')[2].partition('"""\n\n')
+    assert len((source.partition('    """')[0] + docstring[2]).splitlines()) <= 25
+    chapter = (Path(__file__).parents[3] / "docs/book/04-four-steps.md").read_text("utf-8")
+    assert source in chapter
+    assert source in read_listing("numpy").code
+    assert source in exercises.solution(8).code
+    assert source == family.MECHANISMS[0].code + "\n"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_plain_class_agrees_with_the_definition(masked: bool) -> None:
+    Q, K, V = draw_qkv(5, 7, 3, 2)
+    mask = np.random.default_rng(0).random((5, 7)) < 0.6 if masked else np.ones((5, 7), dtype=bool)
+    found = ScaledDotProductAttention(d_k=3).forward(Q, K, V, mask if masked else None)
+    for got, want in zip(found, definition(Q, K, V, mask), strict=True):
+        np.testing.assert_allclose(got, want.astype(float), rtol=1e-13, atol=1e-15)
+
+
+def test_the_plain_class_has_nan_where_all_keys_are_masked_and_the_checked_one_zeros() -> None:
+    arrays = draw_qkv(2, 3, 2, 2)
+    mask = np.array([[True, True, False], [False, False, False]])
+    with np.errstate(invalid="ignore"):
+        plain = ScaledDotProductAttention(d_k=2).forward(*arrays, mask)
+    checked = CheckedAttention(d_k=2)(*arrays, mask)
+    for ours, theirs in zip(plain, checked, strict=True):
+        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-15)
+        assert np.isnan(ours[1]).all() and not theirs[1].any()
 
 
 @every_way
@@ -204,7 +240,7 @@ def test_a_mask_that_is_not_boolean_raises(attend: Any, kind: Any) -> None:
 
 
 MASKED_CALLS: dict[str, Any] = {
-    "class": lambda Q, K, V, **mask: ScaledDotProductAttention(d_k=4)(Q, K, V, **mask)[1],
+    "class": lambda Q, K, V, **mask: CheckedAttention(d_k=4)(Q, K, V, **mask)[1],
     "function": lambda Q, K, V, **mask: scaled_dot_product_attention(Q, K, V, **mask)[1],
     "loops": lambda Q, K, V, **mask: attention_by_loops(Q, K, V, **mask).weights,
     "kernel": lambda Q, K, V, **mask: kernel_attention(Q, K, V, **mask)[1],
@@ -242,21 +278,21 @@ def test_a_boolean_tensor_with_true_as_masked() -> None:
     torch = pytest.importorskip("torch")
     Q, K, V = draw_qkv(4, 4, 3, 3)
     future = torch.ones(4, 4).triu(1)
-    _, weights = ScaledDotProductAttention(d_k=3)(Q, K, V, future.bool(), true_means="ignore")
+    _, weights = CheckedAttention(d_k=3)(Q, K, V, future.bool(), true_means="ignore")
     np.testing.assert_array_equal(weights == 0, future.bool().numpy())
 
 
 def test_the_hint_on_a_mask_can_be_used_as_it_is() -> None:
     Q, K, V = draw_qkv(2, 3, 2, 2)
     mask = [[1, 0, 1], [1, 1, 0]]
-    attention = ScaledDotProductAttention(d_k=2)
+    attention = CheckedAttention(d_k=2)
     for call in (lambda: attention(Q, K, V, mask), lambda: attention.compute_weights(Q @ K.T, mask)):
         with pytest.raises(ArgumentTypeError) as caught:
             call()
         lines = caught.value.hint.split("\n")[1:]
         found = []
         for line in lines:
-            start = "forward(Q, K, V" if "true_means" in line else "compute_weights(Q @ K.T"
+            start = "__call__(Q, K, V" if "true_means" in line else "compute_weights(Q @ K.T"
             code = f"attention.{start}, {line.strip()}\n)"
             found.append(eval(code, {"attention": attention, "Q": Q, "K": K, "V": V, "np": np}))
         weights = [result[1] if isinstance(result, tuple) else result for result in found]
@@ -312,7 +348,7 @@ def test_padding_and_causal_masks_combine() -> None:
 
 
 def test_explain_shows_one_query() -> None:
-    attention = ScaledDotProductAttention(d_k=4)
+    attention = CheckedAttention(d_k=4)
     Q, K, V, tokens = examples.cat.Q, examples.cat.K, examples.cat.V, examples.cat.tokens
     output, weights = attention(Q, K, V)
     for i, token in enumerate(tokens):
@@ -324,24 +360,23 @@ def test_explain_shows_one_query() -> None:
         shown = {float(number) for number in re.findall(r"\d+\.\d+", trace)}
         assert shown >= set(weights[i].round(4).tolist())
     with pytest.raises(ValueError, match="since d_k is 3"):
-        ScaledDotProductAttention(d_k=3).explain(Q, K, V, tokens, 0)
+        CheckedAttention(d_k=3).explain(Q, K, V, tokens, 0)
 
 
 def test_the_class_has_the_attributes_that_learners_use() -> None:
     attention = ScaledDotProductAttention(d_k=16)
     assert (attention.d_k, attention.scale) == (16, 0.25)
     scores = np.array([[1.0, 2.0, 3.0]])
-    np.testing.assert_array_equal(attention._softmax(scores), attention.compute_weights(scores))
     np.testing.assert_array_equal(attention.scale_scores(scores), scores * attention.scale)
 
 
 SCRIPT = """
-from regard.learn import ScaledDotProductAttention, cat, family
+from regard.learn import CheckedAttention, cat, family
 {attention}.explain(cat.Q, cat.K, cat.V, cat.tokens)
 """
 
 
-@pytest.mark.parametrize("attention", ["ScaledDotProductAttention(d_k=4)", "family.Causal(d_k=4)"])
+@pytest.mark.parametrize("attention", ["CheckedAttention(d_k=4)", "family.Causal(d_k=4)"])
 def test_explain_prints_once_in_a_script_and_at_a_prompt(attention: str) -> None:
     script = SCRIPT.format(attention=attention)
     for options in (["-"], ["-i", "-q"]):
@@ -354,5 +389,5 @@ def test_explain_does_not_print_where_a_notebook_shows_the_result(monkeypatch, c
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     cat = examples.cat
-    steps = ScaledDotProductAttention(d_k=4).explain(cat.Q, cat.K, cat.V)
+    steps = CheckedAttention(d_k=4).explain(cat.Q, cat.K, cat.V)
     assert capsys.readouterr().out == "" and "key 0" in str(steps)

@@ -47,6 +47,7 @@ def test_the_public_names() -> None:
             assert thing.__module__.startswith("regard.learn.")
     wanted = {
         "MultiHeadAttention",
+        "CheckedAttention",
         "ScaledDotProductAttention",
         "attention_by_loops",
         "create_causal_mask",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import regard
 from regard import learn
 from regard.errors import ArgumentError
-from regard.learn import ScaledDotProductAttention, cat, family
+from regard.learn import CheckedAttention, cat, family
 from regard.positions import rope
 from regard.score_mods import alibi_slopes, relative_bias, relative_buckets, softcap
 
@@ -122,7 +122,7 @@ def test_mechanism_agrees_with_the_library_on_random_inputs(mechanism, q_len, kv
     # The last query is aligned with the last key, as with align="lower_right" in regard.
     columns = mechanism.example.K.shape[-1]
     Q, K, V = draw(q_len, 4), draw(kv_len, columns, seed=1), draw(kv_len, columns, seed=2)
-    output, weights = mechanism.build()(Q, K, V)
+    output, weights = mechanism.build().forward(Q, K, V)
     expected = LIBRARY[mechanism.name](Q, K, V)
     close(output, expected[0])
     close(weights, expected[1])
@@ -133,10 +133,10 @@ def test_mechanism_accepts_a_batch_and_a_mask(mechanism):
     columns = mechanism.example.K.shape[-1]
     Q, K, V = draw(2, 3, 5, 4), draw(2, 3, 5, columns, seed=1), draw(2, 3, 5, columns, seed=2)
     mask = np.random.default_rng(3).random((5, 5)) < 0.6
-    output, weights = mechanism.build()(Q, K, V, mask=mask)
+    output, weights = mechanism.build().forward(Q, K, V, mask=mask)
     assert not weights[..., ~mask].any()
     for b, h in np.ndindex(2, 3):
-        alone = mechanism.build()(Q[b, h], K[b, h], V[b, h], mask)
+        alone = mechanism.build().forward(Q[b, h], K[b, h], V[b, h], mask)
         close(output[b, h], alone[0])
         close(weights[b, h], alone[1])
 
@@ -176,11 +176,11 @@ def test_multi_head_splits_columns_as_in_the_book():
     assert NAMED["multi_head"].options == {"num_heads": CAT["heads"], "d_k": CAT["d_k_per_head"]}
     heads = learn.MultiHeadAttention(embed_dim=4, num_heads=2)
     heads.W_Q = heads.W_K = heads.W_V = heads.W_O = np.eye(4)
-    split = [family.MultiHead(d_k=2, num_heads=2).split("x", x, 2) for x in (cat.Q, cat.K, cat.V)]
+    split = [family.MultiHead(d_k=2, num_heads=2).split(x, 2) for x in (cat.Q, cat.K, cat.V)]
     close(split[1], heads.split_heads(cat.K))
     output, weights = NAMED["multi_head"].run()
     for h, columns in enumerate((slice(0, 2), slice(2, 4))):
-        alone = ScaledDotProductAttention(d_k=2)(cat.Q[:, columns], cat.K[:, columns], cat.V[:, columns])
+        alone = CheckedAttention(d_k=2)(cat.Q[:, columns], cat.K[:, columns], cat.V[:, columns])
         close(output[:, columns], alone[0])
         close(weights[h], alone[1])
 
@@ -190,7 +190,7 @@ def test_multi_head_splits_columns_as_in_the_book():
 def test_any_tile_size_gives_the_plain_numbers(q_len, kv_len, tile, seed, masked):
     Q, K, V = 4 * draw(q_len, 3, seed=seed), draw(kv_len, 3, seed=seed + 1), draw(kv_len, 2, seed=seed + 2)
     mask = np.random.default_rng(seed).random((q_len, kv_len)) < 0.4 if masked else None
-    plain = ScaledDotProductAttention(d_k=3)(Q, K, V, mask)
+    plain = CheckedAttention(d_k=3)(Q, K, V, mask)
     tiled = family.Flash(d_k=3, tile_size=tile)(Q, K, V, mask)
     close(tiled[0], plain[0])
     close(tiled[1], plain[1])
@@ -201,7 +201,7 @@ def test_tiles_of_large_scores_neither_overflow_nor_leak(tile):
     K = 1e3 * cat.K
     V = np.where(np.arange(5)[:, None] == 1, np.nan, cat.V)
     mask = np.arange(5) != 1  # masks the largest score of row 0 and the NaN value
-    plain = ScaledDotProductAttention(d_k=4)(cat.Q, K, V, mask)
+    plain = CheckedAttention(d_k=4)(cat.Q, K, V, mask)
     tiled = family.Flash(d_k=4, tile_size=tile)(cat.Q, K, V, mask)
     close(tiled[0], plain[0])
     close(tiled[1], plain[1])

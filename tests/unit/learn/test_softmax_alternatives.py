@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.learn import (
-    ScaledDotProductAttention,
+    CheckedAttention,
     compare_softmax_alternatives,
     hardmax,
     sharpness,
@@ -36,7 +36,7 @@ def test_softmax_from_its_definition(scores: Any) -> None:
     wide = np.exp(scores.astype(np.longdouble))
     np.testing.assert_allclose(softmax(scores), (wide / wide.sum()).astype(float), rtol=1e-13)
     np.testing.assert_allclose(
-        softmax(scores), ScaledDotProductAttention(1).compute_weights(scores[None])[0], rtol=1e-15
+        softmax(scores), CheckedAttention(1).compute_weights(scores[None])[0], rtol=1e-15
     )
 
 

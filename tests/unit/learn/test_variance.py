@@ -11,7 +11,7 @@ import pytest
 
 from regard import learn
 from regard.learn import (
-    ScaledDotProductAttention,
+    CheckedAttention,
     fit_exponent,
     sharpness,
     softmax,
@@ -73,6 +73,6 @@ def test_sharpness_from_its_definition() -> None:
 def test_unit_vectors_remove_magnitude() -> None:
     K = learn.magnitude.K
     np.testing.assert_allclose(np.linalg.norm(unit_vectors(draw(2, 3, 5)), axis=-1), 1, rtol=1e-15)
-    short, long, across = ScaledDotProductAttention(2).compute_scores(learn.magnitude.Q, unit_vectors(K))[0]
+    short, long, across = CheckedAttention(2).compute_scores(learn.magnitude.Q, unit_vectors(K))[0]
     assert short == pytest.approx(long, rel=1e-15)
     assert across < short

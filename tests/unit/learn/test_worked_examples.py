@@ -19,7 +19,7 @@ import pytest
 
 import regard
 from regard import learn
-from regard.learn import ScaledDotProductAttention, create_causal_mask
+from regard.learn import CheckedAttention, create_causal_mask
 from regard.learn.examples import cat, magnitude, projection, pronoun, three_tokens, tiny_head
 
 FACTS: dict[str, Any] = json.loads(
@@ -70,7 +70,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def by_learn(Q: Any, K: Any, V: Any, causal: bool = False) -> tuple[Any, Any]:
-    return ScaledDotProductAttention(d_k=Q.shape[-1])(Q, K, V, create_causal_mask(len(Q)) if causal else None)
+    return CheckedAttention(d_k=Q.shape[-1])(Q, K, V, create_causal_mask(len(Q)) if causal else None)
 
 
 def by_loops(Q: Any, K: Any, V: Any, causal: bool = False) -> tuple[Any, Any]:
@@ -96,14 +96,14 @@ def test_cat_inputs(tokens: Any, Q: Any, K: Any, V: Any, d_k: int, divisor: floa
     exactly(cat.K, K)
     exactly(cat.V, V)
     assert cat.Q.shape[-1] == cat.K.shape[-1] == d_k
-    exactly(np.ones((1, 1)) / ScaledDotProductAttention(d_k).scale_scores([[1]]), [[divisor]])
+    exactly(np.ones((1, 1)) / CheckedAttention(d_k).scale_scores(np.ones((1, 1))), [[divisor]])
 
 
 @facts(raw="cat/raw_scores", scaled="cat/scaled_scores")
 def test_cat_scores(raw: Any, scaled: Any) -> None:
-    attention = ScaledDotProductAttention(d_k=4)
+    attention = CheckedAttention(d_k=4)
     exactly(attention.compute_scores(cat.Q, cat.K), raw)
-    exactly(attention.scale_scores(raw), scaled)
+    exactly(attention.scale_scores(np.array(raw)), scaled)
 
     A = regard.attention(cat.Q, cat.K)
     exactly(A.scores[...], scaled)
@@ -122,11 +122,12 @@ def test_cat_weights_and_output(attend: Any, weights: Any, output: Any) -> None:
 
 @facts(weights="cat/weights", output="cat/output")
 def test_cat_explained_row_by_row(weights: Any, output: Any) -> None:
-    attention = ScaledDotProductAttention(d_k=4)
+    attention = CheckedAttention(d_k=4)
     rows: list[Any] = [attention.explain(cat.Q, cat.K, cat.V, cat.tokens, i) for i in range(5)]
     agrees([row.weights for row in rows], weights)
     agrees([row.output for row in rows], output)
-    agrees([row.contributions.sum(axis=0) for row in rows], output)
+    A = regard.attention(cat.Q, cat.K)
+    agrees([A.explain(i, value=cat.V).contributions.sum(axis=0) for i in range(5)], output)
 
 
 @every_way
@@ -140,7 +141,7 @@ def test_cat_causal(attend: Any, weights: Any, output: Any) -> None:
 
 @facts(exponentials="cat/row0_exponentials_unshifted", total="cat/row0_sum_unshifted")
 def test_cat_exponentials_of_row_0_before_the_shift(exponentials: Any, total: float) -> None:
-    scaled = ScaledDotProductAttention(4).scale_scores(cat.Q @ cat.K.T)
+    scaled = CheckedAttention(4).scale_scores(cat.Q @ cat.K.T)
     agrees(np.exp(scaled[0]), exponentials)
     agrees(np.exp(scaled[0]).sum(), total)
 
@@ -174,7 +175,7 @@ def test_cat_row_0_without_scaling(attend: Any, weights: Any) -> None:
     undone = math.sqrt(cat.Q.shape[-1])
     agrees(attend(cat.Q * undone, cat.K, cat.V)[1][0], weights)
     agrees(regard.attention(cat.Q, cat.K, scale=1.0).to_dense()[0], weights)
-    agrees(ScaledDotProductAttention(4).compute_weights(cat.Q @ cat.K.T)[0], weights)
+    agrees(CheckedAttention(4).compute_weights(cat.Q @ cat.K.T)[0], weights)
 
 
 @facts(heads="cat/heads", head_dim="cat/d_k_per_head", note="cat/heads_note")
@@ -222,9 +223,9 @@ def test_pronoun_inputs(query: Any, keys: Any, values: Any) -> None:
 
 @facts(raw="pronoun/raw", scaled="pronoun/scaled")
 def test_pronoun_scores(raw: Any, scaled: Any) -> None:
-    attention = ScaledDotProductAttention(d_k=2)
+    attention = CheckedAttention(d_k=2)
     exactly(attention.compute_scores(pronoun.Q, pronoun.K), [raw])
-    agrees(attention.scale_scores([raw]), [scaled])
+    agrees(attention.scale_scores(np.array([raw])), [scaled])
     agrees(regard.attention(pronoun.Q, pronoun.K).scores[0], scaled)
 
 
@@ -245,7 +246,7 @@ def test_pronoun_weights_and_context(attend: Any, weights: Any, context: Any) ->
 def test_magnitude(query: Any, short: Any, long: Any, across: Any) -> None:
     exactly(magnitude.Q, [query])
     exactly(magnitude.K, [short["key"], long["key"], across["key"]])
-    scores = ScaledDotProductAttention(d_k=2).compute_scores(magnitude.Q, magnitude.K)
+    scores = CheckedAttention(d_k=2).compute_scores(magnitude.Q, magnitude.K)
     exactly(scores, [[short["score"], long["score"], across["score"]]])
     exactly(regard.attention(magnitude.Q, magnitude.K, scale=1.0).scores[...], scores)
 
@@ -260,7 +261,7 @@ def test_three_tokens_inputs(Q: Any, K_is_Q: bool, V: Any) -> None:
 @every_way
 @facts(scaled="three_tokens/scaled_scores", weights="three_tokens/weights", output="three_tokens/output")
 def test_three_tokens(attend: Any, scaled: Any, weights: Any, output: Any) -> None:
-    attention = ScaledDotProductAttention(d_k=4)
+    attention = CheckedAttention(d_k=4)
     exactly(attention.scale_scores(attention.compute_scores(three_tokens.Q, three_tokens.K)), scaled)
     exactly(regard.attention(three_tokens.Q, three_tokens.K).scores[...], scaled)
     got_output, got_weights = attend(three_tokens.Q, three_tokens.K, three_tokens.V)
@@ -364,7 +365,7 @@ def test_mask_conventions(mask: str) -> None:
     drop, zero_drops, subtracted = ~keep, keep.astype(int), 1e9 * ~keep
     _, want = by_learn(cat.Q, cat.K, cat.V, causal=True)
 
-    attention = ScaledDotProductAttention(d_k=4)
+    attention = CheckedAttention(d_k=4)
     for named in (~drop, zero_drops != 0, subtracted == 0):
         np.testing.assert_array_equal(attention(cat.Q, cat.K, cat.V, named)[1], want)
     for unnamed in (zero_drops, subtracted):
@@ -378,7 +379,7 @@ def test_mask_conventions(mask: str) -> None:
 def test_return_order(order: str) -> None:
     assert "(weights, output)" in order
     assert "(output, weights)" in order
-    layer = ScaledDotProductAttention(d_k=4)
+    layer = CheckedAttention(d_k=4)
     for attend in (layer, layer.forward, learn.scaled_dot_product_attention, learn.kernel_attention):
         output, weights = attend(cat.Q, cat.K, cat.V)
         assert (output.shape, weights.shape) == ((5, 4), (5, 5))
@@ -392,8 +393,8 @@ def test_masked_value(value: str) -> None:
         assert np.float16(-1e9) == -np.inf
     nothing = np.zeros((5, 5), dtype=bool)
     filled = np.where(nothing, cat.Q @ cat.K.T / 2, -1e9)
-    exactly(ScaledDotProductAttention(4).compute_weights(filled), np.full((5, 5), 0.2))
-    exactly(ScaledDotProductAttention(4)(cat.Q, cat.K, cat.V, nothing)[1], np.zeros((5, 5)))
+    exactly(CheckedAttention(4).compute_weights(filled), np.full((5, 5), 0.2))
+    exactly(CheckedAttention(4)(cat.Q, cat.K, cat.V, nothing)[1], np.zeros((5, 5)))
     exactly(regard.attention(cat.Q, cat.K, mask=regard.dense(nothing)).to_dense(), np.zeros((5, 5)))
 
 
@@ -414,7 +415,7 @@ def test_erratum_softmax_of_the_tiny_head(
     *logits, a, b, c, first, second = numbers_in(printed)
     assert [a, b, c] == row
     assert [first, second] == output
-    weights = ScaledDotProductAttention(d_k=2).compute_weights([logits])[0]
+    weights = CheckedAttention(d_k=2).compute_weights(np.array([logits]))[0]
     right_weights, right_output = numbers_in(correct)[:3], numbers_in(correct)[3:]
     for got_output, got_weights in (
         (weights @ tiny_head.V, weights),
@@ -431,7 +432,7 @@ def test_erratum_softmax_of_the_tiny_head(
 
 @facts(printed="errata/1/printed", correct="errata/1/correct")
 def test_erratum_pronoun_logits(printed: str, correct: str) -> None:
-    attention = ScaledDotProductAttention(d_k=2)
+    attention = CheckedAttention(d_k=2)
     logits = attention.scale_scores(attention.compute_scores(pronoun.Q, pronoun.K))[0, :2]
     assert differs(logits, numbers_in(printed)).all()
     agrees(logits, numbers_in(correct))
@@ -491,9 +492,9 @@ def test_erratum_variance_of_dot_products_of_unit_vectors(printed: str, correct:
 def test_erratum_scaling_does_not_fix_magnitude(printed: str, correct: str) -> None:
     assert "alignment, not magnitude" in printed
     across, short = numbers_in(correct)
-    attention = ScaledDotProductAttention(d_k=2)
+    attention = CheckedAttention(d_k=2)
     raw = attention.compute_scores(magnitude.Q, magnitude.K)[0]
-    scaled = attention.scale_scores([raw])[0]
+    scaled = attention.scale_scores(np.array([raw]))[0]
     agrees(scaled[[2, 0]], [across, short])
     assert scaled[2] > scaled[0]  # the misaligned key still wins
     assert (np.argsort(scaled) == np.argsort(raw)).all()  # one divisor does not change the order

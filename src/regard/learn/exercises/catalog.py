@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from regard.core.attention import attention as build_matrix
-from regard.learn.attention import ScaledDotProductAttention, scaled_dot_product_attention
+from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.block import MultiHeadAttention
+from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.examples import cat, three_tokens
 from regard.learn.exercises.exercise import (
     AttentionFunctionAnswer,
@@ -941,22 +942,14 @@ SPLIT_HEADS = Exercise(
 
 def attention(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
     """Compute one head: query (q_len, d_k), key (kv_len, d_k), value (kv_len, d_v)."""
-    (q_len, d_k), (kv_len, d_v) = query.shape, value.shape
-    mask = np.broadcast_to(True if mask is None else mask, (q_len, kv_len))
-    output = np.zeros((q_len, d_v))
-    for i in range(q_len):
-        scores = {}  # only the keys that this query attends to
-        for j in range(kv_len):
-            if mask[i, j]:
-                scores[j] = sum(query[i, c] * key[j, c] for c in range(d_k)) / math.sqrt(d_k)
-        if not scores:
-            continue  # a fully masked row stays zeros
-        highest = max(scores.values())  # subtracted, so that exp does not overflow
-        exponentials = {j: math.exp(score - highest) for j, score in scores.items()}
-        total = sum(exponentials.values())
-        for j in exponentials:
-            for c in range(d_v):
-                output[i, c] += exponentials[j] / total * value[j, c]
+    one_head = ScaledDotProductAttention(d_k=query.shape[-1])
+    mask = np.broadcast_to(True if mask is None else mask, (len(query), len(key)))
+    output = np.zeros((len(query), value.shape[-1]))
+    for i, visible in enumerate(mask):
+        if visible.any():  # a fully masked row stays zeros
+            output[i], _ = one_head.forward(
+                query[i], key[visible], value[visible]
+            )  # masked keys are left out
     return output
 
 
@@ -980,24 +973,24 @@ def write_attention() -> dict[str, Any]:
 
 def _explain_attention() -> str:
     functions = write_attention()
-    lines = ["Four loops: over queries, over keys, over the entries of a key, over the entries of a value."]
+    lines = ["The class is that of chapter 4. Only the keys that a query attends to are passed to it."]
     for part in WRITE_ATTENTION.parts:
         report = part.answer_type.parse(functions[part.name])
         calls = sum(row.num_calls for row in report.capabilities)
         lines.append(f"{part.name}: {calls} calls of the conformance kit, {len(report.findings)} findings.")
-    lines.append("Skipping a masked key is safer than giving it a weight of 0, because 0 · NaN is NaN.")
+    lines.append("Leaving out a masked key is safer than giving it a weight of 0, because 0 · NaN is NaN.")
     return "\n".join(lines)
 
 
 WRITE_ATTENTION = Exercise(
     title="Exercise 8. Write attention yourself",
     chapter=8,
-    task="Start with loops for one head: query (q_len, d_k), key (kv_len, d_k), value (kv_len, d_v), output "
-    "(q_len, d_v). The mask broadcasts to (q_len, kv_len), True = attend. A masked key or value must not change the "
-    "output, even if it is NaN, and a fully masked row is zeros. Then write it for several heads: query, key and value "
-    "have their heads side by side in the last axis, as in exercise 7, and so has the output; the mask may have an "
-    "axis of heads in front. You may answer with the first function alone. Both are passed to "
-    "regard.testing.check_conformance, which describes what it finds.",
+    task="Start with one head, in loops or with the class of chapter 4: query (q_len, d_k), key (kv_len, d_k), "
+    "value (kv_len, d_v), output (q_len, d_v). The mask broadcasts to (q_len, kv_len), True = attend. A masked key or "
+    "value must not change the output, even if it is NaN, and a fully masked row is zeros. Then write it for several "
+    "heads: query, key and value have their heads side by side in the last axis, as in exercise 7, and so has the "
+    "output; the mask may have an axis of heads in front. You may answer with the first function alone. Both are "
+    "passed to regard.testing.check_conformance, which describes what it finds.",
     given={},
     parts=(
         ExercisePart(
@@ -1012,8 +1005,8 @@ WRITE_ATTENTION = Exercise(
     solve=write_attention,
     list_mistakes=list,
     explain=_explain_attention,
-    imports="import math\nimport numpy as np",
-    helpers=(attention, many_heads),
+    imports="import math\n\nimport numpy as np",
+    helpers=(ScaledDotProductAttention, attention, many_heads),
 )
 
 

@@ -1,6 +1,6 @@
 """Fifteen kinds of attention on one example, so that every difference comes from the mechanism.
 
-Each is a subclass of `ScaledDotProductAttention` that overrides only what it changes. `show` prints one mechanism with
+Each is a subclass of `CheckedAttention` that overrides only what it changes. `show` prints one mechanism with
 every number of a row, `table` and `gallery` show all side by side, `tabulate_named_variants` the published variants.
 Imports from `regard.learn` and below.
 
@@ -18,6 +18,7 @@ array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
 
 from __future__ import annotations
 
+from regard.learn.by_hand import WorkedRow, WorkedStep
 from regard.learn.family import worked_variants as _worked_variants  # noqa: F401 - registers the steps by hand
 from regard.learn.family.catalog import (
     MECHANISMS,
@@ -32,10 +33,10 @@ from regard.learn.family.mechanism import (
     Mechanism,
     MechanismPage,
     PublishedUse,
+    format_source,
 )
 from regard.learn.family.variants import (
     ALiBi,
-    AttentionVariant,
     Biased,
     BlockSparse,
     Cached,
@@ -56,13 +57,11 @@ from regard.learn.family.variants import (
     TileState,
     mean_pool_heads,
 )
-from regard.learn.family.worked_row import WorkedRow, WorkedStep
 from regard.learn.validation import as_choice
 from regard.validation import check_count
 
 __all__ = [
     "ALiBi",
-    "AttentionVariant",
     "Biased",
     "BlockSparse",
     "Cached",
@@ -92,6 +91,7 @@ __all__ = [
     "TileState",
     "WorkedRow",
     "WorkedStep",
+    "format_source",
     "gallery",
     "mean_pool_heads",
     "show",

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.by_hand import WorkedRow, explain
 from regard.learn.canvas import Canvas
 from regard.learn.examples import Example, cat
-from regard.learn.family.variants import AttentionVariant
-from regard.learn.family.worked_row import WorkedRow, explain
 from regard.learn.validation import Floats
 from regard.render.table import format_table
 from regard.render.text import format_vector
@@ -42,7 +41,7 @@ class PublishedUse:
 
 def run_in_one_call(attention: ScaledDotProductAttention, example: Example) -> OutputAndWeights:
     """Run all queries of an example in one call."""
-    return attention(example.Q, example.K, example.V)
+    return attention.forward(example.Q, example.K, example.V)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +84,7 @@ class Mechanism:
     example: Example = cat
     query_tokens: tuple[str, ...] = cat.tokens
     worked_rows: tuple[int, ...] = (0,)
-    base_classes: tuple[type[AttentionVariant], ...] = ()
+    base_classes: tuple[type[ScaledDotProductAttention], ...] = ()
     run_example: Callable[[Any, Example], OutputAndWeights] = field(default=run_in_one_call, repr=False)
 
     @property
@@ -126,7 +125,7 @@ class Mechanism:
     @property
     def code(self) -> str:
         """The source of the class and of its base classes, without types and validation."""
-        return "\n\n\n".join(map(_format_source, (*self.base_classes, self.attention_class)))
+        return "\n\n\n".join(map(format_source, (*self.base_classes, self.attention_class)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -260,14 +259,36 @@ def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def _format_source(attention_class: type) -> str:
-    """Format a class as a learner would write it: no types, no validation errors, one sentence of docstring."""
+def format_source(attention_class: type, *methods: str) -> str:
+    """Format a class as a learner would write it: no types, no checks, one sentence of docstring.
+
+    Args:
+        attention_class: The class.
+        *methods: Names of the methods to show; all of them by default.
+
+    Returns:
+        The source.
+
+    >>> from regard.learn import family
+    >>> print(family.format_source(family.Causal, "create_mask").splitlines()[-1])
+            return relative_positions(q_len, kv_len) <= 0
+    """
     text = inspect.getsource(attention_class)
     lines = text.split("\n")
     (tree,) = ast.parse(text).body
+    hidden = {
+        method.lineno: method.end_lineno or method.lineno
+        for method in ast.iter_child_nodes(tree)
+        if isinstance(method, ast.FunctionDef) and methods and method.name not in methods
+    }
     # Edit from the end, so that the line numbers before the edit stay valid.
     for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0), reverse=True):
-        if isinstance(node, ast.AnnAssign):
+        number = getattr(node, "lineno", 0)
+        if isinstance(node, ast.FunctionDef) and number in hidden:
+            del lines[number - 1 : hidden[number] + 1]  # with the blank line after it
+        elif any(first <= number <= last for first, last in hidden.items()):
+            continue  # inside a hidden method
+        elif isinstance(node, ast.AnnAssign):
             line = lines[node.lineno - 1].encode()  # ast counts bytes
             start, end = node.target.end_col_offset, node.annotation.end_col_offset
             lines[node.lineno - 1] = (line[:start] + line[end:]).decode()

@@ -1,6 +1,6 @@
 """The variants: those that mask keys, those with several heads, those that change the scores, those that keep sums.
 
-Each is a class that overrides only what it changes; the base class adds a computation by hand that shows it.
+Each is a class that overrides only what it changes; `CheckedAttention` checks the arguments of a call before.
 """
 
 from __future__ import annotations
@@ -14,66 +14,9 @@ import numpy.typing as npt
 from numpy.typing import ArrayLike
 
 from regard.errors import ArgumentError
-from regard.learn.attention import ScaledDotProductAttention, print_in_script
-from regard.learn.family.worked_row import WorkedRow, explain
+from regard.learn.checked import CheckedAttention
 from regard.learn.softmax_alternatives import normalised_relu
-from regard.learn.validation import (
-    Bools,
-    Floats,
-    MaskLike,
-    TrueMeans,
-    as_count,
-    as_floats,
-    as_mask,
-    as_number,
-    check_leading_axes,
-    read_mask,
-)
-
-
-class AttentionVariant(ScaledDotProductAttention):
-    """Scaled dot-product attention whose `explain` also shows the steps that a subclass changes.
-
-    Args:
-        d_k: Number of entries in each query and key.
-
-    >>> steps = AttentionVariant(d_k=1).explain([[1]], [[2]], [[3]], tokens=["a"])
-    Query 0 "a" by hand
-    ...
-    >>> print(steps.steps[0])
-    1. Compare the query [1] with each key
-       a  1·2 = 2
-    """
-
-    def __call__(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
-    ) -> tuple[Floats, Floats]:
-        return self.forward(Q, K, V, mask, true_means)  # the subclass's forward
-
-    def explain(  # type: ignore[override]  # steps differ between variants, so the record is a different one
-        self,
-        Q: ArrayLike,
-        K: ArrayLike,
-        V: ArrayLike,
-        tokens: Sequence[str] | None = None,
-        query_idx: int = 0,
-    ) -> WorkedRow:
-        """Work out one query by hand, with every number on the way to its output and its weights.
-
-        The steps are printed, unless a notebook or a Python prompt shows the returned object by itself.
-
-        Args:
-            Q: Queries (q_len, d_k).
-            K: Keys (kv_len, d_k).
-            V: Values (kv_len, d_v).
-            tokens: A name for each key. Default: "key 0", "key 1" and so on.
-            query_idx: The row of Q to work out, counted from 0.
-
-        Returns:
-            The steps, the output and the weights of that row.
-        """
-        tokens = [f"key {j}" for j in range(np.shape(K)[-2])] if tokens is None else tokens
-        return print_in_script(explain(self, Q, K, V, tokens, query_idx))
+from regard.learn.validation import Bools, Floats, as_count, as_floats, as_number
 
 
 def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
@@ -88,31 +31,16 @@ def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
     return np.arange(kv_len)[None, :] - np.arange(kv_len - q_len, kv_len)[:, None]
 
 
-def broadcast_mask(Q: ArrayLike, K: ArrayLike, mask: MaskLike) -> Bools:
-    """Broadcast a mask to the shape of the scores, (…, q_len, kv_len); without a mask, every key is visible.
-
-    >>> broadcast_mask([[1], [2]], [[3], [4]], mask=[True, False])
-    array([[ True, False],
-           [ True, False]])
-    """
-    Q, K = as_floats("mask", "Q", Q, "q_len", "d_k"), as_floats("mask", "K", K, "kv_len", "d_k")
-    check_leading_axes("mask", "Q", Q, "K", K)
-    shape = (*np.broadcast_shapes(Q.shape[:-2], K.shape[:-2]), Q.shape[-2], K.shape[-2])
-    return np.ones(shape, dtype=bool) if mask is None else as_mask("mask", mask, shape)
-
-
-class Masked(AttentionVariant):
+class Masked(CheckedAttention):
     """Attention with a built-in mask. If the caller passes a mask as well, a key must be allowed by both.
 
     Args:
         d_k: Number of entries in each query and key.
     """
 
-    def forward(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
-    ) -> tuple[Floats, Floats]:
-        mask = broadcast_mask(Q, K, read_mask("mask", mask, true_means))
-        return super().forward(Q, K, V, mask & self.create_mask(*mask.shape[-2:]))
+    def compute_weights(self, scaled: Floats, mask: Bools | None = None) -> Floats:
+        scaled = np.where(self.create_mask(*scaled.shape[-2:]), scaled, -np.inf)
+        return super().compute_weights(scaled, mask)
 
     def create_mask(self, q_len: int, kv_len: int) -> Bools:
         """Create the built-in mask.
@@ -192,7 +120,7 @@ class BlockSparse(Masked):
         return same_block | np.isin(q, self.global_tokens) | np.isin(k, self.global_tokens)
 
 
-class Cross(AttentionVariant):
+class Cross(CheckedAttention):
     """Queries from one sequence, keys and values from another: only the inputs differ, nothing is overridden.
 
     Args:
@@ -204,7 +132,7 @@ class Cross(AttentionVariant):
     """
 
 
-class MultiHead(AttentionVariant):
+class MultiHead(CheckedAttention):
     """Several heads of `d_k` columns each; their outputs are concatenated.
 
     The weights are (…, num_heads, q_len, kv_len).
@@ -224,15 +152,13 @@ class MultiHead(AttentionVariant):
 
     def __init__(self, d_k: int, num_heads: int) -> None:
         super().__init__(d_k)
-        self.num_heads = as_count("MultiHead", "num_heads", num_heads, minimum=1)
+        self.num_heads = self.num_kv_heads = as_count("MultiHead", "num_heads", num_heads, minimum=1)
 
-    def forward(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
-    ) -> tuple[Floats, Floats]:
-        output, weights = super().forward(*self.split_inputs(Q, K, V), mask, true_means)
+    def forward(self, Q: Floats, K: Floats, V: Floats, mask: Bools | None = None) -> tuple[Floats, Floats]:
+        output, weights = super().forward(*self.split_inputs(Q, K, V), mask)
         return self.merge(output), weights
 
-    def split_inputs(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
+    def split_inputs(self, Q: Floats, K: Floats, V: Floats) -> tuple[Floats, Floats, Floats]:
         """Split Q, K and V into heads.
 
         Args:
@@ -244,30 +170,18 @@ class MultiHead(AttentionVariant):
             Q, K and V, each (…, num_heads, n, columns / num_heads).
         """
         n = self.num_heads
-        return self.split("Q", Q, n), self.split("K", K, n), self.split("V", V, n)
+        return self.split(Q, n), self.split(K, n), self.split(V, n)
 
-    def split(self, name: str, x: ArrayLike, parts: int) -> Floats:
+    def split(self, x: Floats, parts: int) -> Floats:
         """Split the columns into equal parts.
 
         Args:
-            name: Name of the array, for the error message.
             x: An array (…, n, columns).
             parts: Number of parts.
 
         Returns:
             The parts (…, parts, n, columns / parts).
-
-        Raises:
-            ArgumentError: If the columns do not divide into that many parts.
         """
-        x = as_floats("MultiHead", name, x, "n", "columns")
-        if x.shape[-1] % parts:
-            raise ArgumentError(
-                type(self).__name__,
-                received=f"{name} of shape {x.shape}, {x.shape[-1]} columns",
-                expected=f"columns that divide into {parts} equal parts",
-                hint=f"Use a multiple of {parts} columns, or another number of heads.",
-            )
         return x.reshape(*x.shape[:-1], parts, x.shape[-1] // parts).swapaxes(-3, -2)
 
     def merge(self, x: Floats) -> Floats:
@@ -308,7 +222,7 @@ class GroupedQuery(MultiHead):
                 hint=f"Choose num_kv_heads from {divisors}.",
             )
 
-    def split_inputs(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
+    def split_inputs(self, Q: Floats, K: Floats, V: Floats) -> tuple[Floats, Floats, Floats]:
         """Split Q, K and V into heads, and repeat each key and value head for its group of query heads.
 
         Args:
@@ -320,8 +234,8 @@ class GroupedQuery(MultiHead):
             Q, K and V, each with num_heads heads: (…, num_heads, n, columns per head).
         """
         n, group = self.num_kv_heads, self.num_heads // self.num_kv_heads
-        K, V = self.split("K", K, n), self.split("V", V, n)
-        return self.split("Q", Q, self.num_heads), K.repeat(group, axis=-3), V.repeat(group, axis=-3)
+        K, V = self.split(K, n), self.split(V, n)
+        return self.split(Q, self.num_heads), K.repeat(group, axis=-3), V.repeat(group, axis=-3)
 
 
 class MultiQuery(GroupedQuery):
@@ -362,14 +276,14 @@ def mean_pool_heads(x: ArrayLike, num_heads: int, num_kv_heads: int) -> Floats:
     return np.ascontiguousarray(mean).reshape(*x.shape[:-1], num_kv_heads * d)
 
 
-class Biased(AttentionVariant):
+class Biased(CheckedAttention):
     """Attention that adds a bias to each scaled score; the bias depends on the two positions alone.
 
     Args:
         d_k: Number of entries in each query and key.
     """
 
-    def scale_scores(self, scores: ArrayLike) -> Floats:
+    def scale_scores(self, scores: Floats) -> Floats:
         scaled = super().scale_scores(scores)
         return scaled + self.compute_bias(*scaled.shape[-2:])
 
@@ -470,7 +384,7 @@ class ALiBi(Biased):
         return 0.0 - self.slope * np.abs(relative_positions(q_len, kv_len))  # 0 on the diagonal, not −0
 
 
-class Rotary(AttentionVariant):
+class Rotary(CheckedAttention):
     """Queries and keys are rotated by their positions, so that a score depends on the distance only.
 
     Entries i and i + d_k/2 form a pair (the "half" layout), which is rotated by the angle position · base^(−2i/d_k).
@@ -492,8 +406,7 @@ class Rotary(AttentionVariant):
                 "Rotary", received=f"d_k {d_k}", expected="an even d_k", hint="Entries are rotated in pairs."
             )
 
-    def compute_scores(self, Q: ArrayLike, K: ArrayLike) -> Floats:
-        Q, K = self._check_vectors("Q", Q, "q_len"), self._check_vectors("K", K, "kv_len")
+    def compute_scores(self, Q: Floats, K: Floats) -> Floats:
         first = K.shape[-2] - Q.shape[-2]  # the last query is aligned with the last key
         return super().compute_scores(self.rotate(Q, first), self.rotate(K))
 
@@ -525,14 +438,14 @@ class Rotary(AttentionVariant):
         return positions[:, None] * frequencies
 
 
-class Softcap(AttentionVariant):
+class Softcap(CheckedAttention):
     """Scores capped smoothly by cap · tanh(score / cap); small scores hardly change.
 
     Args:
         d_k: Number of entries in each query and key.
         cap: Limit of the scores, above 0.
 
-    >>> Softcap(d_k=1, cap=2.0).scale_scores([[0.1, 2, 2000]]).round(3)
+    >>> Softcap(d_k=1, cap=2.0).scale_scores(np.array([[0.1, 2, 2000]])).round(3)
     array([[0.1  , 1.523, 2.   ]])
     """
 
@@ -540,19 +453,19 @@ class Softcap(AttentionVariant):
         super().__init__(d_k)
         self.cap = as_number("Softcap", "cap", cap, "Gemma 2 uses 50.", positive=True)
 
-    def scale_scores(self, scores: ArrayLike) -> Floats:
+    def scale_scores(self, scores: Floats) -> Floats:
         capped: Floats = self.cap * np.tanh(super().scale_scores(scores) / self.cap)
         return capped
 
 
-class Sink(AttentionVariant):
+class Sink(CheckedAttention):
     """A score without a key: `sink` takes a share of every row, and that share goes to no value.
 
     Args:
         d_k: Number of entries in each query and key.
         sink: The extra score.
 
-    >>> Sink(d_k=1, sink=0.0).compute_weights([[0, 0, 0]])
+    >>> Sink(d_k=1, sink=0.0).compute_weights(np.zeros((1, 3)))
     array([[0.25, 0.25, 0.25]])
     """
 
@@ -560,10 +473,8 @@ class Sink(AttentionVariant):
         super().__init__(d_k)
         self.sink = float(sink)
 
-    def compute_weights(self, scaled: ArrayLike, mask: MaskLike = None) -> Floats:
-        scaled = as_floats("compute_weights", "scaled", scaled, "q_len", "kv_len")
-        if mask is not None:
-            scaled = np.where(as_mask("compute_weights", mask, scaled.shape), scaled, -np.inf)
+    def compute_weights(self, scaled: Floats, mask: Bools | None = None) -> Floats:
+        scaled = self.apply_mask(scaled, mask)
         sink = np.full((*scaled.shape[:-1], 1), self.sink)  # one more column, never masked …
         weights = super().compute_weights(np.concatenate([scaled, sink], axis=-1))
         return weights[..., :-1]  # … and dropped after the softmax, since it has no value
@@ -587,7 +498,7 @@ class SinkAndSoftcap(Sink, Softcap):
         self.sink = float(sink)
 
 
-class Linear(AttentionVariant):
+class Linear(CheckedAttention):
     """Linear attention: weights are φ(query) · φ(key), divided by their sum, with φ(x) = elu(x) + 1 ≥ 0.
 
     Args:
@@ -598,7 +509,7 @@ class Linear(AttentionVariant):
     (array([[7.]]), array([[0.25, 0.75]]))
     """
 
-    def feature_map(self, x: ArrayLike) -> Floats:
+    def feature_map(self, x: Floats) -> Floats:
         """Compute φ(x) = elu(x) + 1: x + 1 above 0, exp(x) below.
 
         Args:
@@ -607,19 +518,20 @@ class Linear(AttentionVariant):
         Returns:
             Features in the same shape.
         """
-        x = as_floats("Linear", "x", x, "d_k")
         return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
 
-    def compute_scores(self, Q: ArrayLike, K: ArrayLike) -> Floats:
+    def compute_scores(self, Q: Floats, K: Floats) -> Floats:
         return super().compute_scores(self.feature_map(Q), self.feature_map(K))
 
-    def scale_scores(self, scores: ArrayLike) -> Floats:
-        return as_floats("scale_scores", "scores", scores, "q_len", "kv_len")  # no exponential follows
+    def scale_scores(self, scores: Floats) -> Floats:
+        return scores  # no exponential follows
 
-    def compute_weights(self, scaled: ArrayLike, mask: MaskLike = None) -> Floats:
-        return normalised_relu(scaled, mask)  # no score is negative: each is divided by the sum
+    def compute_weights(self, scaled: Floats, mask: Bools | None = None) -> Floats:
+        return normalised_relu(
+            self.apply_mask(scaled, mask)
+        )  # no score is negative: each is divided by the sum
 
-    def compute_state(self, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats]:
+    def compute_state(self, K: Floats, V: Floats) -> tuple[Floats, Floats]:
         """Compute the state S, z, which is all that the queries need of the keys and values.
 
         Args:
@@ -629,11 +541,10 @@ class Linear(AttentionVariant):
         Returns:
             S = Σ φ(key) valueᵀ, (…, d_k, d_v), and z = Σ φ(key), (…, d_k).
         """
-        features = self.feature_map(self._check_vectors("K", K, "kv_len"))
-        V = as_floats("Linear", "V", V, "kv_len", "d_v")
+        features = self.feature_map(K)
         return features.swapaxes(-1, -2) @ V, features.sum(axis=-2)
 
-    def compute_output_from_state(self, Q: ArrayLike, state: tuple[Floats, Floats]) -> Floats:
+    def compute_output_from_state(self, Q: Floats, state: tuple[Floats, Floats]) -> Floats:
         """Compute the output from the state alone, without a table of weights; the result equals that of `forward`.
 
         Args:
@@ -644,7 +555,8 @@ class Linear(AttentionVariant):
             The output (…, q_len, d_v).
 
         >>> linear = Linear(d_k=1)
-        >>> linear.compute_output_from_state([[0]], linear.compute_state([[0], [2]], [[4], [8]]))
+        >>> K, V = np.array([[0.0], [2.0]]), np.array([[4.0], [8.0]])
+        >>> linear.compute_output_from_state(np.array([[0.0]]), linear.compute_state(K, V))
         array([[7.]])
         """
         features, (S, z) = self.feature_map(Q), state
@@ -674,7 +586,7 @@ class TileState:
     weighted_sum: Floats
 
 
-class Flash(AttentionVariant):
+class Flash(CheckedAttention):
     """Tiled attention: the scores of at most `tile_size` keys exist at a time; running sums are kept and rescaled.
 
     Args:
@@ -682,7 +594,7 @@ class Flash(AttentionVariant):
         tile_size: Number of keys per tile.
 
     >>> Q, K, V = [[1, 0]], [[2, 0], [0, 2], [1, 1]], [[4], [8], [6]]
-    >>> np.allclose(Flash(d_k=2, tile_size=2)(Q, K, V)[0], AttentionVariant(d_k=2)(Q, K, V)[0], rtol=1e-15)
+    >>> np.allclose(Flash(d_k=2, tile_size=2)(Q, K, V)[0], CheckedAttention(d_k=2)(Q, K, V)[0], rtol=1e-15)
     True
     """
 
@@ -690,21 +602,15 @@ class Flash(AttentionVariant):
         super().__init__(d_k)
         self.tile_size = as_count("Flash", "tile_size", tile_size, minimum=1)
 
-    def forward(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
-    ) -> tuple[Floats, Floats]:
-        mask = read_mask("mask", mask, true_means)
+    def forward(self, Q: Floats, K: Floats, V: Floats, mask: Bools | None = None) -> tuple[Floats, Floats]:
         *_, last = self.iter_tiles(Q, K, V, mask)
         row_sum = np.where(last.row_sum == 0.0, 1.0, last.row_sum)  # a fully masked row stays zeros
         # A kernel ends here. One number per row, the log-sum-exp, is enough to recompute any weight.
         lse = last.row_max + np.log(row_sum)
         scores = self.scale_scores(self.compute_scores(Q, K))
-        weights = np.exp(np.where(broadcast_mask(Q, K, mask), scores - lse, -np.inf))
-        return last.weighted_sum / row_sum, weights
+        return last.weighted_sum / row_sum, np.exp(self.apply_mask(scores - lse, mask))
 
-    def iter_tiles(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None
-    ) -> Iterator[TileState]:
+    def iter_tiles(self, Q: Floats, K: Floats, V: Floats, mask: Bools | None = None) -> Iterator[TileState]:
         """Iterate over the tiles of keys, and yield the state after each.
 
         Args:
@@ -716,22 +622,22 @@ class Flash(AttentionVariant):
         Yields:
             The state after each tile, in order.
         """
-        K, V = self._check_vectors("K", K, "kv_len"), as_floats("Flash", "V", V, "kv_len", "d_v")
-        visible, kv_len = broadcast_mask(Q, K, mask), K.shape[-2]
-        highest: Floats = np.full((*visible.shape[:-1], 1), -np.inf)
+        kv_len = K.shape[-2]
+        highest: Floats = np.full((Q.shape[-2], 1), -np.inf)
         row_sum, weighted_sum = np.zeros_like(highest), np.zeros(())
+        if mask is not None:  # a column for each key, so that a tile can take its own
+            mask = np.broadcast_to(mask, np.broadcast_shapes(mask.shape, (kv_len,)))
         for start in range(0, max(kv_len, 1), self.tile_size):
             stop = min(start + self.tile_size, kv_len)
-            attend = visible[..., start:stop]
             scores = self.scale_scores(self.compute_scores(Q, K[..., start:stop, :]))
-            scores = np.where(attend, scores, -np.inf)
+            scores = self.apply_mask(scores, None if mask is None else mask[..., start:stop])
 
             higher = np.maximum(highest, scores.max(axis=-1, keepdims=True, initial=-np.inf))
             row_max = np.where(higher == -np.inf, 0.0, higher)  # no visible key yet: no maximum to subtract
             rescale = np.exp(highest - row_max)  # the sums so far had subtracted a smaller maximum
             exponentials = np.exp(scores - row_max)
             row_sum = row_sum * rescale + exponentials.sum(axis=-1, keepdims=True)
-            tile_sum = self.compute_output(exponentials, V[..., start:stop, :], attend)
+            tile_sum = self.compute_output(exponentials, V[..., start:stop, :])
             weighted_sum = weighted_sum * rescale + tile_sum
             highest = higher
             yield TileState(start, stop, scores, row_max, rescale, exponentials, row_sum, weighted_sum)
@@ -761,12 +667,9 @@ class Cached(Causal):
         self.K: Floats | None = None
         self.V: Floats | None = None
 
-    def forward(
-        self, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike = None, true_means: TrueMeans = None
-    ) -> tuple[Floats, Floats]:
-        K, V = self._check_vectors("K", K, "kv_len"), as_floats("Cached", "V", V, "kv_len", "d_v")
+    def forward(self, Q: Floats, K: Floats, V: Floats, mask: Bools | None = None) -> tuple[Floats, Floats]:
         K = K if self.K is None else np.concatenate([self.K, K], axis=-2)
         V = V if self.V is None else np.concatenate([self.V, V], axis=-2)
-        output, weights = super().forward(Q, K, V, mask, true_means)
+        output, weights = super().forward(Q, K, V, mask)
         self.K, self.V = K, V  # only after the call succeeded: an error leaves the cache unchanged
         return output, weights

@@ -7,8 +7,7 @@ import math
 import numpy as np
 
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.family import variants
-from regard.learn.family.worked_row import (
+from regard.learn.by_hand import (
     RowInputs,
     StepsOutputWeights,
     WorkedStep,
@@ -22,6 +21,7 @@ from regard.learn.family.worked_row import (
     join_terms,
     work_out,
 )
+from regard.learn.family import variants
 from regard.learn.validation import Floats
 
 # -- Variants that change one of the four steps ------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One query worked out by hand: every number of a run, written so that a reader can check each line.
 
-`work_out` has the four steps of `ScaledDotProductAttention`. If a variant changes a step, `worked_variants`
+`work_out` has the four steps of `ScaledDotProductAttention`. If a variant changes a step, `family.worked_variants`
 registers a function for its class.
 """
 
