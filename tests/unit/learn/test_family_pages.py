@@ -12,7 +12,7 @@ import pytest
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.learn import ScaledDotProductAttention, cat, family
-from regard.learn.family.mechanism import make_anchor
+from regard.learn.family.catalog import make_anchor
 from regard.render.text import format_vector
 
 every_mechanism = pytest.mark.parametrize("mechanism", family.MECHANISMS, ids=lambda m: m.name)

@@ -23,17 +23,15 @@ from regard.learn.family import worked_variants as _worked_variants  # noqa: F40
 from regard.learn.family.catalog import (
     MECHANISMS,
     NAMED_VARIANTS,
-    NamedTable,
-    NamedVariant,
-    tabulate_named_variants,
-)
-from regard.learn.family.mechanism import (
     FamilyTable,
     Gallery,
     Mechanism,
     MechanismPage,
+    NamedTable,
+    NamedVariant,
     PublishedUse,
     format_source,
+    tabulate_named_variants,
 )
 from regard.learn.family.variants import (
     ALiBi,

@@ -1,9 +1,20 @@
-"""The fifteen mechanisms in the order of the book, and published variants by name, each run on the example."""
+"""The fifteen mechanisms as data, the records that show them, and published variants by name, each run on the example.
+
+The texts are in `mechanisms.toml`. A mechanism is an entry of it, with the class and the inputs that it names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import ast
+import html
+import inspect
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
 
 import numpy as np
 
@@ -11,19 +22,376 @@ from regard.core.attention import attention, linear_attention
 from regard.core.products import merge
 from regard.feature_maps import random_features
 from regard.learn.attention import ScaledDotProductAttention
+from regard.learn.by_hand import WorkedRow, explain
+from regard.learn.canvas import Canvas
 from regard.learn.examples import Example, cat
 from regard.learn.family import variants
-from regard.learn.family.mechanism import Mechanism, OutputAndWeights
 from regard.learn.validation import Floats
 from regard.masks import Mask, between, causal, dense, document, first, sliding_window
 from regard.render.table import format_table
+from regard.render.text import format_vector
 
-TRANSFORMER = "Vaswani et al. 2017, arXiv 1706.03762"
-T5 = "Raffel et al. 2019, arXiv 1910.10683"
-GPT_3 = "Brown et al. 2020, arXiv 2005.14165"
-MISTRAL = "Jiang et al. 2023, arXiv 2310.06825"
-GEMMA_2 = "Gemma Team 2024, arXiv 2408.00118"
-GPT_OSS = "OpenAI 2025, arXiv 2508.10925"
+WIDTH = 100
+OutputAndWeights = tuple[Floats, Floats]
+
+
+@dataclass(frozen=True)
+class PublishedUse:
+    """A published model or system that uses a mechanism, and the source that says so.
+
+    >>> from regard.learn import family
+    >>> print(family.show("alibi").mechanism.uses[0])
+    Proposed (Press et al. 2021, arXiv 2108.12409)
+    """
+
+    description: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.description} ({self.source})"
+
+
+def run_in_one_call(attention: ScaledDotProductAttention, example: Example) -> OutputAndWeights:
+    """Run all queries of an example in one call."""
+    return attention.forward(example.Q, example.K, example.V)
+
+
+@dataclass(frozen=True, eq=False)
+class Mechanism:
+    """One kind of attention as data: its description, its formula, its class and the example it runs on.
+
+    Attributes:
+        name: The name that `family.show` takes.
+        title: The name in headings and tables.
+        problem: The problem it solves.
+        changes: What it changes, in a few words.
+        formula: The formula as text.
+        latex: The formula in LaTeX.
+        setting: How the example is set up.
+        sources: Published models that use it, each with the source that says so; `uses` has them as records.
+        attention_class: The class.
+        options: The arguments of the class in the example.
+        example: The inputs.
+        query_tokens: A token for each query.
+        worked_rows: Rows to work out by hand: row 0, and another one if row 0 shows too little.
+        base_classes: Base classes to list with the class.
+        run_example: A function that runs an instance of the class on the example.
+
+    >>> from regard.learn import family
+    >>> output, weights = family.MECHANISMS[2].run()
+    >>> weights[1].round(4)
+    array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
+    """
+
+    name: str
+    title: str
+    problem: str
+    changes: str
+    formula: str
+    latex: str
+    setting: str
+    sources: Mapping[str, str]
+    attention_class: type[ScaledDotProductAttention]
+    options: Mapping[str, Any]
+    example: Example = cat
+    query_tokens: tuple[str, ...] = cat.tokens
+    worked_rows: tuple[int, ...] = (0,)
+    base_classes: tuple[type[ScaledDotProductAttention], ...] = ()
+    run_example: Callable[[Any, Example], OutputAndWeights] = field(default=run_in_one_call, repr=False)
+
+    @property
+    def uses(self) -> tuple[PublishedUse, ...]:
+        """Published models that use it."""
+        return tuple(PublishedUse(description, source) for description, source in self.sources.items())
+
+    def build(self) -> ScaledDotProductAttention:
+        """Build an instance of the class with the options of the example."""
+        return self.attention_class(**self.options)
+
+    def run(self) -> OutputAndWeights:
+        """Run the mechanism on its example.
+
+        Returns:
+            The output (q_len, d_v) and the weights (…, q_len, kv_len).
+        """
+        return self.run_example(self.build(), self.example)
+
+    def explain(self, row: int = 0) -> WorkedRow:
+        """Work out one row of the example by hand.
+
+        Args:
+            row: The query to work out, counted from 0.
+
+        Returns:
+            The steps, the output and the weights of that row.
+        """
+        example = self.example
+        return explain(self.build(), example.Q, example.K, example.V, example.tokens, row)
+
+    @property
+    def call(self) -> str:
+        """The constructor call of the example as text, such as Causal(d_k=4)."""
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.attention_class.__name__}({arguments})"
+
+    @property
+    def code(self) -> str:
+        """The source of the class and of its base classes, without types and validation."""
+        return "\n\n\n".join(map(format_source, (*self.base_classes, self.attention_class)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MechanismPage:
+    """A mechanism with its numbers: rows worked by hand, the whole output and all weights; `print` it to read it.
+
+    Attributes:
+        number: The number of the mechanism in the book, counted from 1.
+        mechanism: The mechanism.
+        worked_rows: The rows worked by hand.
+        output: The output (q_len, d_v).
+        weights: The weights (…, q_len, kv_len).
+
+    >>> from regard.learn import family
+    >>> family.show("causal").weights.shape
+    (5, 5)
+    """
+
+    number: int
+    mechanism: Mechanism
+    worked_rows: tuple[WorkedRow, ...]
+    output: Floats
+    weights: Floats
+
+    def __str__(self) -> str:
+        m = self.mechanism
+        uses = [line for use in m.uses for line in _wrap(str(use), "  ", "    ")]
+        matrices = [("Weights", self.weights)]
+        if self.weights.ndim > 2:
+            matrices = [(f"Weights of head {h}", head) for h, head in enumerate(self.weights)]
+        return "\n".join(
+            [
+                f"{self.number}. {m.title}",
+                "",
+                *_wrap(m.problem),
+                "",
+                *(f"    {line}" for line in m.formula.split("\n")),
+                "",
+                *_wrap(f"Here: {m.call}. {m.setting}"),
+                *(f"\n{row}" for row in self.worked_rows),
+                "",
+                *(f"{name}\n{_format_matrix(m, matrix, m.example.tokens)}\n" for name, matrix in matrices),
+                f"Output\n{_format_matrix(m, self.output, range(self.output.shape[-1]))}",
+                "",
+                "Used in",
+                *uses,
+                "",
+                textwrap.indent(m.code, "    "),
+            ]
+        )
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        """Return the problem, the formula and the numbers; the steps by hand and the class are folded."""
+        m = self.mechanism
+        worked_rows = "\n\n".join(str(row) for row in self.worked_rows)
+        numbers = _format_beside(m, self.weights, self.output)
+        titles = " and ".join(row.title.partition(" by hand")[0] for row in self.worked_rows)
+        uses = "; ".join(str(use) for use in m.uses)
+        return (
+            f"{m.problem}\n\n$$\n{m.latex}\n$$\n\n"
+            f"Here: `{m.call}`. {m.setting}\n\n"
+            f"```text\n{numbers}\n```\n\n"
+            f"<details>\n<summary>{titles} by hand</summary>\n\n```text\n{worked_rows}\n```\n\n</details>\n\n"
+            f"<details>\n<summary>The class</summary>\n\n```python\n{m.code}\n```\n\n</details>\n\n"
+            f"Used in: {uses}.\n"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FamilyTable:
+    """All mechanisms in a table; `rows` hold the number, the mechanism, the shape of its weights and output row 0.
+
+    >>> from regard.learn import family
+    >>> len(family.table().rows)
+    15
+    """
+
+    rows: tuple[tuple[int, Mechanism, tuple[int, ...], Floats], ...]
+
+    def __str__(self) -> str:
+        headings, *body = self._cells()
+        return format_table(body, headings, align="left")
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        headings, *body = (f"| {' | '.join(row)} |" for row in self._cells())
+        return "\n".join([headings, "| --- " * 5 + "|", *body]) + "\n"
+
+    def _cells(self) -> list[list[str]]:
+        headings = ["", "mechanism", "what changes", "weights", "output of row 0"]
+        return [headings] + [
+            [
+                f"{number}",
+                mechanism.title,
+                mechanism.changes,
+                "×".join(map(str, shape)),
+                format_vector(output),
+            ]
+            for number, mechanism, shape, output in self.rows
+        ]
+
+
+def _format_beside(m: Mechanism, weights: Floats, output: Floats) -> str:
+    """Format the weights of each head beside its columns of the output, so that a row can be read across."""
+    heads = weights if weights.ndim == 3 else weights[None]
+    width = output.shape[-1] // len(heads)
+    blocks = []
+    for h, head in enumerate(heads):
+        columns = range(h * width, (h + 1) * width)
+        rows = [
+            [name, *(f"{x:.4f}" for x in row), "→", *(f"{mixed[c]:.4f}" for c in columns)]
+            for name, row, mixed in zip(m.query_tokens, head, output, strict=True)
+        ]
+        title = f"Head {h}: weights" if len(heads) > 1 else "Weights"
+        blocks.append(
+            f"{title} → output\n{format_table(rows, ['', *m.example.tokens, '', *map(str, columns)])}"
+        )
+    return "\n\n".join(blocks)
+
+
+def _format_matrix(m: Mechanism, matrix: Floats, headings: Iterable[object]) -> str:
+    rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.query_tokens, matrix, strict=True)]
+    return format_table(rows, ["", *map(str, headings)])
+
+
+def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
+    rest = first if rest is None else rest
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def format_source(attention_class: type, *methods: str) -> str:
+    """Format a class as a learner would write it: no types, no checks, one sentence of docstring.
+
+    Args:
+        attention_class: The class.
+        *methods: Names of the methods to show; all of them by default.
+
+    Returns:
+        The source.
+
+    >>> from regard.learn import family
+    >>> print(family.format_source(family.Causal, "create_mask").splitlines()[-1])
+            return relative_positions(q_len, kv_len) <= 0
+    """
+    text = inspect.getsource(attention_class)
+    lines = text.split("\n")
+    (tree,) = ast.parse(text).body
+    hidden = {
+        method.lineno: method.end_lineno or method.lineno
+        for method in ast.iter_child_nodes(tree)
+        if isinstance(method, ast.FunctionDef) and methods and method.name not in methods
+    }
+    # Edit from the end, so that the line numbers before the edit stay valid.
+    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0), reverse=True):
+        number = getattr(node, "lineno", 0)
+        if isinstance(node, ast.FunctionDef) and number in hidden:
+            del lines[number - 1 : hidden[number] + 1]  # with the blank line after it
+        elif any(first <= number <= last for first, last in hidden.items()):
+            continue  # inside a hidden method
+        elif isinstance(node, ast.AnnAssign):
+            line = lines[node.lineno - 1].encode()  # ast counts bytes
+            start, end = node.target.end_col_offset, node.annotation.end_col_offset
+            lines[node.lineno - 1] = (line[:start] + line[end:]).decode()
+        elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
+            del lines[node.lineno - 1 : node.end_lineno]
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            docstring, first = ast.get_docstring(node), node.body[0]
+            if docstring is not None:
+                sentence = docstring.split("\n\n")[0]
+                lines[first.lineno - 1 : first.end_lineno] = [f'    """{sentence}"""'] if node is tree else []
+            if isinstance(node, ast.FunctionDef) and node.returns is not None:
+                end = node.returns.end_lineno
+                lines[node.lineno - 1 : end] = [_format_signature(node)]
+    return "\n".join(lines).rstrip()
+
+
+def _format_signature(function: ast.FunctionDef) -> str:
+    """Format the first line of a method, without types; a decorator stays on the line above."""
+    function.decorator_list = []
+    for arg in function.args.args:
+        arg.annotation = None
+    function.returns, function.body = None, [ast.Pass()]
+    return textwrap.indent(ast.unparse(function).split("\n")[0], "    ")
+
+
+TILE = 150  # width of a heatmap in units
+LABELS = 32  # width of the query tokens
+DARKEST = 0.6  # weights from here on have the full colour
+GRID = (
+    "display: grid; grid-template-columns: repeat(auto-fill, minmax(9.2rem, 1fr)); gap: 1.25rem 1rem; padding: 0; "
+    "list-style: none; margin: 1.5rem 0"
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gallery:
+    """The weights of all mechanisms as heatmaps; a notebook shows them side by side.
+
+    Attributes:
+        tiles: The number, the mechanism and the weights (…, q_len, kv_len) of each.
+
+    >>> from regard.learn import family
+    >>> family.gallery()
+    <15 heatmaps, scaled_dot_product to sink_softcap>
+    """
+
+    tiles: tuple[tuple[int, Mechanism, Floats], ...]
+
+    def __repr__(self) -> str:
+        return f"<{len(self.tiles)} heatmaps, {self.tiles[0][1].name} to {self.tiles[-1][1].name}>"
+
+    def _repr_html_(self) -> str:
+        items = []
+        for number, mechanism, weights in self.tiles:
+            link = f'<a href="#{make_anchor(mechanism.title)}">{number}. {html.escape(mechanism.title)}</a>'
+            items.append(
+                f'<li style="margin: 0">{draw_heatmap(mechanism, weights)}<div><b>{link}</b></div>'
+                f'<div style="font-size: 0.85em">{html.escape(mechanism.changes)}</div></li>'
+            )
+        return f'<ul class="regard-gallery" style="{GRID}">{"".join(items)}</ul>'
+
+
+def make_anchor(title: str) -> str:
+    """Return the anchor of the section with this title in the book.
+
+    >>> make_anchor("Relative position bias (T5)")
+    'relative-position-bias-t5'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def draw_heatmap(mechanism: Mechanism, weights: Floats) -> str:
+    """Draw the weights of a mechanism as SVG; several heads stand side by side."""
+    heads = weights if weights.ndim == 3 else weights[None]
+    q_len, kv_len = heads.shape[1:]
+    per_row = 1 if len(heads) == 1 else 2
+    room = (TILE - LABELS) / per_row
+    side = min(room / kv_len, 22) - (0.8 if per_row > 1 else 0)
+    canvas = Canvas(TILE)
+    for h, head in enumerate(heads):
+        x, y = LABELS + (h % per_row) * room, (h // per_row) * (side * q_len + 5) + 1
+        canvas.matrix(x, y, head, cell=(side, side), largest=DARKEST)
+    if per_row == 1:
+        for i, token in enumerate(mechanism.query_tokens):
+            canvas.text(LABELS - 4, (i + 0.5) * side + 5, token, anchor="end", size=12)
+    canvas.height = max(canvas.height, 5 * 22 + 1)
+    rows = "; ".join(
+        f"{token} {format_vector(row)}" for token, row in zip(mechanism.query_tokens, heads[0], strict=True)
+    )
+    more = f"{len(heads)} heads, the first: " if len(heads) > 1 else ""
+    return canvas.figure(mechanism.name, "", f"Weights of {mechanism.title}: {more}{rows}.").svg
 
 
 def run_token_by_token(attention: variants.Cached, example: Example) -> OutputAndWeights:
@@ -45,301 +413,35 @@ def share_kv_heads(num_heads: int, num_kv_heads: int) -> Example:
     return Example(cat.tokens, cat.Q, K, V)
 
 
-# The fifteen mechanisms in the order of the chapter; `family.show` and `family.table` print them.
-MECHANISMS: tuple[Mechanism, ...] = (
-    Mechanism(
-        name="scaled_dot_product",
-        title="Scaled dot product",
-        problem="Each token should be able to gather information from all other tokens at once, and find it by "
-        "content, wherever it is in the sequence.",
-        changes="nothing: the four steps",
-        formula="weights = softmax(Q Kᵀ / √d_k)\noutput  = weights V",
-        latex=r"A = \operatorname{softmax}\!\left(\frac{Q K^\top}{\sqrt{d_k}}\right), \qquad O = A V",
-        setting="One head of four columns. All other mechanisms are compared with it.",
-        sources={"The Transformer; the other mechanisms here modify it": TRANSFORMER},
-        attention_class=ScaledDotProductAttention,
-        options={"d_k": 4},
-    ),
-    Mechanism(
-        name="multi_head",
-        title="Multi-head",
-        problem="One row of weights can express only one relation: it cannot attend to the verb for one reason "
-        "and to the noun for another. Several heads attend in parallel, each with its own columns.",
-        changes="columns split before, merged after",
-        formula="head h = attention(Qₕ, Kₕ, Vₕ)\noutput = [head 0, head 1, …]",
-        latex=r"O_h = \operatorname{attention}(Q_h, K_h, V_h), \qquad O = [\,O_0, O_1, \ldots\,]",
-        setting="Two heads of two columns: 0 and 1, 2 and 3. A layer projects before and after; here the columns "
-        "are used as they are.",
-        sources={
-            "The Transformer: 8 heads of 64 columns": TRANSFORMER,
-            "BERT base: 12 heads of 64": "Devlin et al. 2018, arXiv 1810.04805",
-            "GPT-3: 96 heads of 128": GPT_3,
-        },
-        attention_class=variants.MultiHead,
-        options={"d_k": 2, "num_heads": 2},
-    ),
-    Mechanism(
-        name="causal",
-        title="Causal",
-        problem="A model that predicts the next token must not see it. For each query, the keys after its own "
-        "position are masked, so all positions of a text can be trained in one pass.",
-        changes="the mask: no later keys",
-        formula="score(i, j) = −∞ where j > i",
-        latex=r"S_{ij} = -\infty \quad \text{for } j > i",
-        setting="Row 0 attends to itself only, so row 3 is worked out too.",
-        sources={
-            "The Transformer's decoder": TRANSFORMER,
-            "GPT-2 and its successors": "Radford et al. 2019, OpenAI report",
-        },
-        attention_class=variants.Causal,
-        base_classes=(variants.Masked,),
-        options={"d_k": 4},
-        worked_rows=(0, 3),
-    ),
-    Mechanism(
-        name="cross",
-        title="Cross",
-        problem="A translation must look at the sentence it translates, an image at the words that describe it. "
-        "The queries come from one sequence, the keys and values from another.",
-        changes="the inputs: two sequences",
-        formula="Q from one sequence, K and V from another\nweights are (q_len, kv_len), rarely square",
-        latex=r"Q = X W_Q, \quad K = Y W_K, \quad V = Y W_V, \qquad A \in \mathbb{R}^{|X| \times |Y|}",
-        setting='The queries of "on" and "mat" attend to the keys and values of "The", "cat" and "sat".',
-        sources={
-            "The Transformer: the decoder attends to the encoder": TRANSFORMER,
-            "T5": T5,
-            "Whisper: text attends to audio": "Radford et al. 2022, arXiv 2212.04356",
-            "Latent diffusion: an image attends to its caption": "Rombach et al. 2021, arXiv 2112.10752",
-        },
-        attention_class=variants.Cross,
-        options={"d_k": 4},
-        example=Example(cat.tokens[:3], cat.Q[3:], cat.K[:3], cat.V[:3]),
-        query_tokens=cat.tokens[3:],
-    ),
-    Mechanism(
-        name="multi_query",
-        title="Multi-query",
-        problem="During generation, each new token reads the keys and values of all tokens so far, and that "
-        "memory traffic takes most of the time. With one key and value head for all query heads, there is "
-        "far less to read.",
-        changes="one key and value head",
-        formula="head h = attention(Qₕ, K, V)",
-        latex=r"O_h = \operatorname{attention}(Q_h, K, V)",
-        setting="Two query heads. The one key head, and the one value head, is the mean of the original two.",
-        sources={
-            "Proposed for fast decoding": "Shazeer 2019, arXiv 1911.02150",
-            "PaLM": "Chowdhery et al. 2022, arXiv 2204.02311",
-            "StarCoder": "Li et al. 2023, arXiv 2305.06161",
-        },
-        attention_class=variants.MultiQuery,
-        base_classes=(variants.GroupedQuery,),
-        options={"d_k": 2, "num_heads": 2},
-        example=share_kv_heads(num_heads=2, num_kv_heads=1),
-    ),
-    Mechanism(
-        name="grouped_query",
-        title="Grouped-query",
-        problem="One key head for all query heads costs quality; one for each costs memory. If groups of query "
-        "heads share one, the quality is nearly that of many and the cost nearly that of one.",
-        changes="keys and values shared by groups",
-        formula="head h = attention(Qₕ, K_g, V_g),  g = ⌊h · kv_heads / heads⌋",
-        latex=r"O_h = \operatorname{attention}(Q_h, K_g, V_g), \qquad g = \lfloor h \, H_{kv} / H \rfloor",
-        setting="Four query heads of one column, two key and value heads. Each key head is the mean of the two it "
-        "replaces, and serves two consecutive query heads.",
-        sources={
-            "Proposed, starting from the mean of trained heads": "Ainslie et al. 2023, arXiv 2305.13245",
-            "Llama 2 70B: 64 query heads, 8 key heads": "Touvron et al. 2023, arXiv 2307.09288",
-            "Mistral 7B: 32 query heads, 8 key heads": MISTRAL,
-        },
-        attention_class=variants.GroupedQuery,
-        options={"d_k": 1, "num_heads": 4, "num_kv_heads": 2},
-        example=share_kv_heads(num_heads=4, num_kv_heads=2),
-    ),
-    Mechanism(
-        name="relative_bias",
-        title="Relative position bias (T5)",
-        problem="Attention does not see order. A learned number for each distance between query and key is added "
-        "to the score. Large distances share a number, so a small table serves any length.",
-        changes="a bias per bucket of distances",
-        formula="score(i, j) = qᵢ·kⱼ / √d_k + table[bucket(j − i)]",
-        latex=r"S_{ij} = \frac{q_i \cdot k_j}{\sqrt{d_k}} + b_{\operatorname{bucket}(j - i)}",
-        setting="Eight buckets: four for keys at or before the query, four for keys after it; 2 and 3 steps share "
-        "one. A model learns the table; here it favours near keys. T5 itself does not divide by √d_k.",
-        sources={"T5: 32 buckets up to a distance of 128, a table for each head": T5},
-        attention_class=variants.RelativeBias,
-        base_classes=(variants.Biased,),
-        options={
-            "d_k": 4,
-            "table": (0.5, 0.25, 0.0, -0.5, 0.0, 0.25, -0.25, -0.75),
-            "max_distance": 6,
-        },
-    ),
-    Mechanism(
-        name="rotary",
-        title="Rotary",
-        problem="Position vectors that are added to the tokens mix with their content. Rotating queries and keys "
-        "by an angle that grows with the position keeps their lengths, and makes the dot product depend "
-        "on the distance only.",
-        changes="Q and K rotated by position",
-        formula="score(i, j) = R(i)qᵢ · R(j)kⱼ / √d_k = qᵢ · R(j − i)kⱼ / √d_k\n"
-        "R(p) turns pair c by the angle p · base^(−2c/d_k)",
-        latex=r"S_{ij} = \frac{(R_i q_i) \cdot (R_j k_j)}{\sqrt{d_k}} = \frac{q_i \cdot R_{j-i} k_j}{\sqrt{d_k}}, "
-        r"\qquad \theta_c = \text{base}^{-2c/d_k}",
-        setting='Entries 0 and 2 are a pair, 1 and 3 another (the "half" layout; the paper pairs neighbours). '
-        "With base 100, one step rotates them by 1 and by 0.1; the published base is 10 000.",
-        sources={
-            "Proposed": "Su et al. 2021, arXiv 2104.09864",
-            "GPT-NeoX-20B, on a quarter of the columns": "Black et al. 2022, arXiv 2204.06745",
-            "LLaMA and its successors": "Touvron et al. 2023, arXiv 2302.13971",
-        },
-        attention_class=variants.Rotary,
-        options={"d_k": 4, "base": 100.0},
-    ),
-    Mechanism(
-        name="alibi",
-        title="ALiBi",
-        problem="A model with learned positions meets positions it never saw in training when a text is longer. A "
-        "linear penalty on the distance needs no learning and works at any length.",
-        changes="a linear penalty on distance",
-        formula="score(i, j) = qᵢ·kⱼ / √d_k − slope · |i − j|",
-        latex=r"S_{ij} = \frac{q_i \cdot k_j}{\sqrt{d_k}} - m \, |i - j|",
-        setting="A slope of 1/2, the steepest of eight heads. Published models are causal; here each token "
-        "attends to both sides.",
-        sources={
-            "Proposed": "Press et al. 2021, arXiv 2108.12409",
-            "BLOOM": "BigScience 2022, arXiv 2211.05100",
-            "MPT-7B": "MosaicML 2023, announcement",
-        },
-        attention_class=variants.ALiBi,
-        base_classes=(variants.Biased,),
-        options={"d_k": 4, "slope": 0.5},
-    ),
-    Mechanism(
-        name="linear",
-        title="Linear (kernel feature map)",
-        problem="The table of weights grows with the square of the length. If a weight is a plain product "
-        "φ(q)·φ(k), the sums over the keys can be computed first, and the table is never needed.",
-        changes="φ(q)·φ(k) instead of the exponential",
-        formula="weight(i, j) = φ(qᵢ)·φ(kⱼ) / Σₘ φ(qᵢ)·φ(kₘ)\n"
-        "output(i) = φ(qᵢ)S / φ(qᵢ)·z,  S = Σ φ(kⱼ)vⱼᵀ,  z = Σ φ(kⱼ)",
-        latex=r"O_i = \frac{\phi(q_i)^\top S}{\phi(q_i)^\top z}, \qquad "
-        r"S = \sum_j \phi(k_j) v_j^\top, \quad z = \sum_j \phi(k_j)",
-        setting="φ(x) = elu(x) + 1, which is x + 1 wherever x is not negative, as here. The price: the weights "
-        "are much more even than those of softmax.",
-        sources={
-            "Proposed, with this φ": "Katharopoulos et al. 2020, arXiv 2006.16236",
-            "Performer: random features instead of φ": "Choromanski et al. 2020, arXiv 2009.14794",
-            "MiniMax-01: seven of eight layers, without softmax": "MiniMax 2025, arXiv 2501.08313",
-        },
-        attention_class=variants.Linear,
-        options={"d_k": 4},
-    ),
-    Mechanism(
-        name="sliding_window",
-        title="Sliding window",
-        problem="Most of what a token needs is near. If it attends to the last few tokens only, time and memory "
-        "grow with the length, not with its square. Information from farther away arrives through the "
-        "layers below.",
-        changes="the mask: only the last few keys",
-        formula="score(i, j) = −∞ unless i − size < j ≤ i",
-        latex=r"S_{ij} = -\infty \quad \text{unless } i - w < j \le i",
-        setting="A window of 3, the query's own position included. Row 0 attends to itself only, so row 4 is "
-        "worked out too.",
-        sources={
-            "Longformer, on both sides": "Beltagy et al. 2020, arXiv 2004.05150",
-            "Mistral 7B: a window of 4096": MISTRAL,
-            "Gemma 2: every other layer, a window of 4096": GEMMA_2,
-            "gpt-oss: every other layer, a window of 128": GPT_OSS,
-        },
-        attention_class=variants.SlidingWindow,
-        base_classes=(variants.Masked,),
-        options={"d_k": 4, "size": 3},
-        worked_rows=(0, 4),
-    ),
-    Mechanism(
-        name="block_sparse",
-        title="Block-sparse, global tokens",
-        problem="Hardware is faster with whole blocks than with scattered cells, and a long text needs some "
-        "tokens that see all of it. Each token attends to its own block; a few global tokens attend to "
-        "everything, and everything attends to them.",
-        changes="the mask: blocks and global tokens",
-        formula="score(i, j) = −∞ unless block(i) = block(j), or i or j is global",
-        latex=r"S_{ij} = -\infty \quad \text{unless } \lfloor i/b \rfloor = \lfloor j/b \rfloor "
-        r"\text{ or } i \in G \text{ or } j \in G",
-        setting='Blocks of two tokens, and "mat" is global: its row and its column are full.',
-        sources={
-            "Sparse Transformer: block-sparse kernels": "Child et al. 2019, arXiv 1904.10509",
-            "Longformer: global tokens in addition to the window": "Beltagy et al. 2020, arXiv 2004.05150",
-            "BigBird: window, global and random blocks": "Zaheer et al. 2020, arXiv 2007.14062",
-        },
-        attention_class=variants.BlockSparse,
-        base_classes=(variants.Masked,),
-        options={"d_k": 4, "block_size": 2, "global_tokens": (4,)},
-    ),
-    Mechanism(
-        name="flash",
-        title="Flash (tiled)",
-        problem="Writing the table of weights to memory and reading it back takes longer than computing it. Flash "
-        "attention processes the keys in tiles, keeps running sums, and rescales them when a larger score "
-        "turns up. The table is never written. Up to rounding, the result equals plain attention.",
-        changes="the order of the sums, no number",
-        formula="max′ = max(max, tile),  rescale = exp(max − max′)\n"
-        "sum′ = sum · rescale + Σ exp(score − max′)\n"
-        "weighted sum′ = weighted sum · rescale + Σ exp(score − max′) v\n"
-        "output = weighted sum / sum",
-        latex=r"m' = \max(m, \max_j S_j), \quad \ell' = e^{m - m'} \ell + \sum_j e^{S_j - m'}, \quad "
-        r"O' = e^{m - m'} O + \sum_j e^{S_j - m'} v_j",
-        setting="Tiles of two keys. In row 0 the largest score is in the first tile. In row 3 it is in the second "
-        "tile, so the earlier sums are rescaled.",
-        sources={
-            "The running sum and maximum of a softmax": "Milakov & Gimelshein 2018, arXiv 1805.02867",
-            "FlashAttention": "Dao et al. 2022, arXiv 2205.14135",
-            "F.scaled_dot_product_attention": "PyTorch 2.0, 2023",
-        },
-        attention_class=variants.Flash,
-        options={"d_k": 4, "tile_size": 2},
-        worked_rows=(0, 3),
-    ),
-    Mechanism(
-        name="kv_cache",
-        title="KV cache",
-        problem="To generate one more token, a model would compute the keys and values of all earlier tokens "
-        "again. Under a causal mask they do not change, so they are cached, and a step costs one row. The "
-        "numbers are those of causal attention.",
-        changes="a cache between calls, no number",
-        formula="K ← [K, kᵢ],  V ← [V, vᵢ]\noutput(i) = attention(qᵢ, K, V)",
-        latex=r"K \leftarrow [K;\, k_i], \quad V \leftarrow [V;\, v_i], \qquad "
-        r"O_i = \operatorname{attention}(q_i, K, V)",
-        setting="One call per token. In row 0 the cache is empty, so row 4 is worked out too.",
-        sources={
-            "Every causal model that generates text; its costs": "Pope et al. 2022, arXiv 2211.05102",
-            "vLLM: the cache in pages": "Kwon et al. 2023, arXiv 2309.06180",
-        },
-        attention_class=variants.Cached,
-        options={"d_k": 4},
-        worked_rows=(0, 4),
-        run_example=run_token_by_token,
-    ),
-    Mechanism(
-        name="sink_softcap",
-        title="Sinks and softcap",
-        problem="A softmax row always sums to 1, even if no key is relevant, and one huge score can take all of "
-        "it. A sink is a score without a key that takes the share no key should get. A soft cap limits "
-        "the scores.",
-        changes="scores capped, a share for the sink",
-        formula="score ← cap · tanh(score / cap)\nweight(i, j) = exp(score) / (exp(sink) + Σ exp(score))",
-        latex=r"S \leftarrow c \tanh(S / c), \qquad A_{ij} = \frac{e^{S_{ij}}}{e^{s} + \sum_m e^{S_{im}}}",
-        setting="A cap of 2 and a sink of 0 (a model would learn the sink): the rows sum to less than 1.",
-        sources={
-            "Observed: models use the first token as a sink": "Xiao et al. 2023, arXiv 2309.17453",
-            "gpt-oss: a learned sink for each head": GPT_OSS,
-            "Gemma 2: a cap of 50 on attention scores": GEMMA_2,
-        },
-        attention_class=variants.SinkAndSoftcap,
-        base_classes=(variants.Softcap, variants.Sink),
-        options={"d_k": 4, "sink": 0.0, "cap": 2.0},
-    ),
+# Examples that are not the whole of `cat`, by the name of the mechanism.
+EXAMPLES = {
+    "cross": Example(cat.tokens[:3], cat.Q[3:], cat.K[:3], cat.V[:3]),
+    "multi_query": share_kv_heads(num_heads=2, num_kv_heads=1),
+    "grouped_query": share_kv_heads(num_heads=4, num_kv_heads=2),
+}
+
+
+def _read_mechanism(entry: dict[str, Any]) -> Mechanism:
+    """Build a mechanism from an entry of the file: look up its class, its base classes and its example."""
+    name = entry["name"]
+    classes = [getattr(variants, base) for base in entry.pop("bases", ())]
+    example = EXAMPLES.get(name, cat)
+    return Mechanism(
+        attention_class=getattr(variants, entry.pop("class"), ScaledDotProductAttention),
+        base_classes=tuple(classes),
+        worked_rows=tuple(entry.pop("worked_rows", (0,))),
+        example=example,
+        query_tokens=cat.tokens[-len(example.Q) :],
+        run_example=run_token_by_token if name == "kv_cache" else run_in_one_call,
+        **entry,
+    )
+
+
+CATALOG = tomllib.loads(
+    resources.files("regard.learn.family").joinpath("mechanisms.toml").read_text(encoding="utf-8")
 )
+# The fifteen mechanisms in the order of the chapter; `family.show` and `family.table` print them.
+MECHANISMS: tuple[Mechanism, ...] = tuple(map(_read_mechanism, CATALOG["mechanism"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,53 +503,31 @@ def _ring() -> Floats:
 
 
 _NEIGHBOURS = sliding_window(left=1, right=1)
+_NEIGHBOURS_AND_FIRST = _NEIGHBOURS | first(1) | between(queries=[0])
 _RANDOM_PAIRS = dense(np.random.default_rng(59).random((5, 5)) < 0.15)
 _STRIDED = causal() & (document([0, 0, 1, 1, 2]) | between(keys=[1, 3]))
-_VARIANTS = (
-    NamedVariant(
-        "Local attention", 2015, "Luong et al., arXiv 1508.04025", "sliding_window", _masked(_NEIGHBOURS)
-    ),
-    NamedVariant("Transformer-XL", 2019, "Dai et al., arXiv 1901.02860", "kv_cache", _run("kv_cache")),
-    NamedVariant(
-        "Sparse Transformer", 2019, "Child et al., arXiv 1904.10509", "block_sparse", _masked(_STRIDED)
-    ),
-    NamedVariant("Multi-query", 2019, "Shazeer, arXiv 1911.02150", "multi_query", _run("multi_query")),
-    NamedVariant("Reformer", 2020, "Kitaev et al., arXiv 2001.04451", "block_sparse", _reformer),
-    NamedVariant(
-        "Longformer",
-        2020,
-        "Beltagy et al., arXiv 2004.05150",
-        "block_sparse",
-        _masked(_NEIGHBOURS | first(1) | between(queries=[0])),
-    ),
-    NamedVariant("Linformer", 2020, "Wang et al., arXiv 2006.04768", "cross", _linformer),
-    NamedVariant(
-        "Linear Transformer", 2020, "Katharopoulos et al., arXiv 2006.16236", "linear", _run("linear")
-    ),
-    NamedVariant(
-        "BigBird",
-        2020,
-        "Zaheer et al., arXiv 2007.14062",
-        "block_sparse",
-        _masked(_NEIGHBOURS | first(1) | between(queries=[0]) | _RANDOM_PAIRS),
-    ),
-    NamedVariant("Performer", 2020, "Choromanski et al., arXiv 2009.14794", "linear", _performer),
-    NamedVariant("FlashAttention", 2022, "Dao et al., arXiv 2205.14135", "flash", _run("flash")),
-    NamedVariant(
-        "Grouped-query", 2023, "Ainslie et al., arXiv 2305.13245", "grouped_query", _run("grouped_query")
-    ),
-    NamedVariant("PagedAttention", 2023, "Kwon et al., arXiv 2309.06180", "kv_cache", _run("kv_cache")),
-    NamedVariant(
-        "StreamingLLM",
-        2023,
-        "Xiao et al., arXiv 2309.17453",
-        "sliding_window",
-        _masked(sliding_window(2) | (first(1) & causal())),
-    ),
-    NamedVariant("Ring Attention", 2023, "Liu et al., arXiv 2310.01889", "flash", _ring),
-)
+_WEIGHTS: dict[str, Callable[[], Floats]] = {
+    "neighbours": _masked(_NEIGHBOURS),
+    "strided": _masked(_STRIDED),
+    "hashed": _reformer,
+    "neighbours_and_first": _masked(_NEIGHBOURS_AND_FIRST),
+    "pooled": _linformer,
+    "neighbours_first_and_random": _masked(_NEIGHBOURS_AND_FIRST | _RANDOM_PAIRS),
+    "random_features": _performer,
+    "last_and_first": _masked(sliding_window(2) | (first(1) & causal())),
+    "shards": _ring,
+}
 # The variants by name, in the order of their papers.
-NAMED_VARIANTS: dict[str, NamedVariant] = {variant.name: variant for variant in _VARIANTS}
+NAMED_VARIANTS: dict[str, NamedVariant] = {
+    entry["name"]: NamedVariant(
+        entry["name"],
+        entry["year"],
+        entry["source"],
+        entry["mechanism"],
+        _WEIGHTS[entry["weights"]] if "weights" in entry else _run(entry["mechanism"]),
+    )
+    for entry in CATALOG["variant"]
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -493,4 +573,4 @@ def tabulate_named_variants() -> NamedTable:
     >>> print(str(tabulate_named_variants()).splitlines()[10])
     Performer  ...
     """
-    return NamedTable(tuple((variant, variant.compute_weights()) for variant in _VARIANTS))
+    return NamedTable(tuple((variant, variant.compute_weights()) for variant in NAMED_VARIANTS.values()))
