@@ -107,7 +107,7 @@ FILLERS = (
     "They laughed and played.", "It was time for lunch.", "The birds were singing.", "Nobody knew why.",
     "It was a long way.", "Then it began to rain.", "They had a lot of fun.", "The day was over soon.",
 )  # fmt: skip
-CODE_SHARE = 0.06
+CODE_SHARE = 0.1
 MORE_NAMES = "Spot Sally Sarah Kitty Fluffy Benny Buddy Mary Penny Andy Sammy Bella Whiskers Jenny Jerry".split()
 NAME = rf"\b(?:{'|'.join(sorted({*GIRLS, *BOYS, *MORE_NAMES} - {'May'}))})\b"  # May is a word, too
 

@@ -23,7 +23,7 @@ def build_vocabulary(text: str, size: int) -> list[str]:
     """
     characters = ["\n", *map(chr, range(32, 127))]
     counts = Counter(WORD.findall(mark_lines(text)))
-    words = [word for word, _ in counts.most_common() if len(word.strip()) > 1]
+    words = [word for word, _ in counts.most_common() if len(word) > 1]
     parts: Counter[str] = Counter()
     num_words = (size - len(characters)) * 5 // 6
     for word in words[num_words:]:
