@@ -95,7 +95,7 @@ def coverage_table(entries: list[dict[str, str]]) -> str:
 CITATION = re.compile(r"\[(?:arXiv|doi):([^\]]+)\]")
 # Sources that chapters print.
 PRINTED = {
-    "src/regard/learn/family/catalog.py": "11-family.md",
+    "src/regard/learn/family/mechanisms.toml": "11-family.md",
     "src/regard/learn/cost.py": "10-cost.md",
 }
 

@@ -135,7 +135,8 @@ def test_calculations_in_the_text_are_right():
 
 def test_the_bibliography_has_what_is_cited_and_nothing_else():
     cited: set[str] = set()
-    for path in [*DOCS.rglob("*.md"), *(ROOT / "src/regard/learn").rglob("*.py")]:
+    learn = ROOT / "src/regard/learn"
+    for path in [*DOCS.rglob("*.md"), *learn.rglob("*.py"), *learn.rglob("*.toml")]:
         if path.name != "bibliography.md" and "reference" not in path.parts:
             cited |= {arxiv or doi for arxiv, doi in PAPER.findall(path.read_text("utf-8"))}
     listed = re.findall(r"\[(?:arXiv|doi):([^\]]+)\]", (DOCS / "bibliography.md").read_text("utf-8"))
@@ -221,8 +222,9 @@ def test_what_the_course_covers_is_shown_by_tests_and_commands_that_exist():
 
     commands = set(typer.main.get_command(app).commands)
     entries = json.loads((DOCS / "course-coverage.json").read_text("utf-8"))
-    assert {entry["row"] for entry in entries} == set(range(1, 17))
-    assert len({entry["described"] for entry in entries}) == len(entries) == 36
+    rows = {entry["row"] for entry in entries}
+    assert set(range(1, 17)) | {17, 18, 34} <= rows <= set(range(1, 35))
+    assert len({entry["described"] for entry in entries}) == len(entries)
     for entry in entries:
         assert set(entry) == {"row", "described", "where", "check"}
         for target in re.findall(r"\]\(([^)#]+)", entry["where"]):

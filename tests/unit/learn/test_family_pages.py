@@ -203,4 +203,17 @@ def test_named_variants_keep_the_properties_of_their_mechanism():
     assert 0 < np.abs(weights["Performer"] - plain).sum(axis=-1).mean() / 2 < 0.05
     assert weights["BigBird"].astype(bool).sum() > weights["Longformer"].astype(bool).sum()
     assert np.all(weights["Longformer"][0] > 0) and np.all(weights["Longformer"][:, 0] > 0)
+    # In graph attention every query puts its neighbours in the same order.
+    neighbours = weights["Graph attention"] > 0
+    assert np.array_equal(neighbours, neighbours.T) and neighbours.diagonal().all() and neighbours[1, 4]
+    order = np.argsort(np.where(neighbours, weights["Graph attention"], np.nan), axis=-1)
+    place = order.argsort(axis=-1)
+    for i, j in np.ndindex(5, 5):
+        both = np.flatnonzero(neighbours[i] & neighbours[j])
+        assert place[i, both].argsort().tolist() == place[j, both].argsort().tolist()
+    # The landmarks are the means of the first two and the last three tokens; eager softmax in three small tables.
+    Q, K = (np.stack([x[:2].mean(axis=0), x[2:].mean(axis=0)]) for x in (cat.Q, cat.K))
+    small = [np.exp(q @ k.T / 2) for q, k in ((cat.Q, K), (Q, K), (Q, cat.K))]
+    first, among, last = (x / x.sum(axis=-1, keepdims=True) for x in small)
+    close(weights["Nyströmformer"], first @ np.linalg.inv(among) @ last)
     assert weights["StreamingLLM"][4].round(2).tolist() == [0.3, 0, 0, 0.3, 0.39]

@@ -26,6 +26,7 @@ from regard.learn.by_hand import WorkedRow, explain
 from regard.learn.canvas import Canvas
 from regard.learn.examples import Example, cat
 from regard.learn.family import variants
+from regard.learn.softmax_alternatives import softmax
 from regard.learn.validation import Floats
 from regard.masks import Mask, between, causal, dense, document, first, sliding_window
 from regard.render.table import format_table
@@ -478,10 +479,17 @@ def _run(name: str) -> Callable[[], Floats]:
     return lambda: np.atleast_3d(mechanism.run()[1].T).mean(axis=-1).T
 
 
+_POOL = np.array([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]) / np.array(
+    [[2], [3]]
+)  # the means of two and of three tokens
+# The sentence as a graph: each token is joined to itself, to its neighbours, and "cat" to "mat".
+GRAPH = np.abs(np.subtract.outer(np.arange(5), np.arange(5))) <= 1
+GRAPH[[1, 4], [4, 1]] = True
+
+
 def _linformer() -> Floats:
     """Attend to two pooled keys instead of five; spread each weight over the tokens that were pooled."""
-    pool = np.array([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]) / np.array([[2], [3]])
-    return np.asarray(attention(cat.Q, pool @ cat.K).to_dense() @ pool)
+    return np.asarray(attention(cat.Q, _POOL @ cat.K).to_dense() @ _POOL)
 
 
 def _performer() -> Floats:
@@ -492,6 +500,24 @@ def _reformer() -> Floats:
     """Attend within buckets of tokens that a random direction hashes alike."""
     bucket = (cat.K @ np.random.default_rng(0).normal(size=4) > 0).astype(int)
     return np.asarray(attention(cat.Q, cat.K, mask=document(bucket)).to_dense())
+
+
+def _graph() -> Floats:
+    """Attend to the neighbours in a graph, by a · [query, key] through a leaky ReLU instead of a dot product."""
+    a_query, a_key = np.array([1.0, 0.5, 0.0, -0.5]), np.array([-0.5, 0.3, 1.0, 0.1])  # a model learns them
+    scores = (cat.Q @ a_query)[:, None] + cat.K @ a_key
+    leaky = np.where(scores > 0, scores, 0.2 * scores)
+    return softmax(leaky, GRAPH)
+
+
+def _nystroem() -> Floats:
+    """Attend to two landmarks, and from the landmarks to all keys; the inverse of their own weights joins the two."""
+    landmarks = _POOL @ cat.Q, _POOL @ cat.K
+    to_landmarks, among, from_landmarks = (
+        np.asarray(attention(query, key).to_dense())
+        for query, key in ((cat.Q, landmarks[1]), landmarks, (landmarks[0], cat.K))
+    )
+    return to_landmarks @ np.linalg.pinv(among) @ from_landmarks
 
 
 def _ring() -> Floats:
@@ -512,6 +538,8 @@ _WEIGHTS: dict[str, Callable[[], Floats]] = {
     "hashed": _reformer,
     "neighbours_and_first": _masked(_NEIGHBOURS_AND_FIRST),
     "pooled": _linformer,
+    "graph": _graph,
+    "landmarks": _nystroem,
     "neighbours_first_and_random": _masked(_NEIGHBOURS_AND_FIRST | _RANDOM_PAIRS),
     "random_features": _performer,
     "last_and_first": _masked(sliding_window(2) | (first(1) & causal())),
@@ -539,7 +567,7 @@ class NamedTable:
 
     >>> from regard.learn import family
     >>> len(family.tabulate_named_variants().rows)
-    15
+    17
     """
 
     rows: tuple[tuple[NamedVariant, Floats], ...]
@@ -570,7 +598,7 @@ def tabulate_named_variants() -> NamedTable:
     Returns:
         The table; `print` it to read it.
 
-    >>> print(str(tabulate_named_variants()).splitlines()[10])
+    >>> print(str(tabulate_named_variants()).splitlines()[11])
     Performer  ...
     """
     return NamedTable(tuple((variant, variant.compute_weights()) for variant in NAMED_VARIANTS.values()))
