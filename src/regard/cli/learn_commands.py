@@ -149,8 +149,9 @@ def _style_line(line: str) -> Text:
     return text
 
 
-# Hints that the table of a class lists.
+# Hints that the table of a class lists, and files that are not checked.
 MAX_HINTS = 8
+MAX_SKIPPED = 20
 
 
 def exercise(
@@ -347,8 +348,10 @@ def _check_class(
     roster = exercises.read_roster(roster_file) if roster_file is not None else ()
     with exercises.open_submissions(folder) as opened:
         submissions, skipped = exercises.find_submissions(opened, number, roster)
-        for file in skipped:
+        for file in skipped[:MAX_SKIPPED]:
             printer.warn(f"not checked: {file.path} ({file.reason})")
+        if len(skipped) > MAX_SKIPPED:
+            printer.warn(f"not checked: {len(skipped) - MAX_SKIPPED} other files")
         with printer.progress(f"Checking {len(submissions)} files", len(submissions)) as advance:
             report = exercises.check_class(
                 submissions, roster=roster, skipped=skipped, points=points, timeout=timeout, advance=advance
@@ -357,7 +360,8 @@ def _check_class(
         {"students": count, "exercise": n, "hint": join_lines(hint)}
         for count, n, hint in report.count_hints()
     ]
-    students = [_to_grades(report, student) for student in report.students]
+    ids = {student.name: student.id for student in roster}
+    students = [_to_grades(report, student, ids) for student in report.students]
     _print_class(printer, report)
     if hints:
         printer.print()
@@ -398,9 +402,8 @@ def _to_record(row: exercises.CheckedSubmission) -> dict[str, Any]:
     }
 
 
-def _to_grades(report: exercises.ClassReport, student: str) -> dict[str, Any]:
+def _to_grades(report: exercises.ClassReport, student: str, ids: dict[str, str]) -> dict[str, Any]:
     """Return the row of a student for a spreadsheet or a gradebook; no file leaves the points of an exercise empty."""
-    ids = {it.name: it.id for it in report.roster}
     rows = {n: report.best[student, n] for n in report.numbers if (student, n) in report.best}
     feedback = [f"Exercise {n}: {row.result.summary}. {row.result.hint}" for n, row in rows.items()]
     feedback += [f"Not checked: {it.path} ({it.reason})." for it in report.skipped if it.student == student]
@@ -441,4 +444,4 @@ def _print_class(printer: Printer, report: exercises.ClassReport) -> None:
     for title, names in (("No file", report.absent), ("Not in the roster", report.strangers)):
         if names:
             printer.print()
-            printer.print(f"{title} ({len(names)}): {', '.join(map(escape_unprintable, names))}")
+            printer.print(f"{title} ({len(names)}): {'; '.join(map(escape_unprintable, names))}")

@@ -67,7 +67,7 @@ def test_the_solution_and_the_list_as_json(folder, run):
         (["exercise", "--class", ".", "--roster", "none.csv"], "cannot open"),
         (["exercise", "--class", ".", "-o", "none/page.html"], "Create the folder first"),
         (["exercise", "--class", ".", "--csv", "--json"], "received --csv and --json"),
-        (["exercise", "--class", "."], "no answer to an exercise"),
+        (["exercise", "--class", "."], "0 files without an answer to an exercise"),
     ],
 )
 def test_usage_errors_say_what_to_do(arguments, message, folder, run):

@@ -183,6 +183,17 @@ def test_a_part_that_follows_from_a_mistake_has_no_hint_of_its_own():
     assert hint.startswith("scaled: The scale is missing")
 
 
+def test_a_hint_is_short_and_can_be_printed():
+    hints = check(3, {"itself": "no" * 10**6, "change": "\ud800", "\ud800": 1}).hints
+    assert len(hints) == 3 and max(map(len, hints)) < 2100 and "\n".join(hints).encode()
+
+    def fail(seq_len):
+        raise ValueError("\ud800\n" * 10**6)
+
+    (hint,) = check(6, {"causal": fail}).hints
+    assert len(hint) < 500 and hint.encode() and "\n" not in hint
+
+
 def test_a_function_that_ends_python_is_a_wrong_answer():
     assert "raised SystemExit" in check(6, {"causal": lambda n: exit(3)}).hint
 

@@ -143,6 +143,19 @@ def test_files_of_any_encoding_are_read(encoding, line_end, tmp_path):
     assert found["right_parts"] == ("itself",) and found["hints"][0].startswith("a.py, line 4: NameError")
 
 
+def test_many_commands_of_a_notebook_take_no_time(tmp_path):
+    path = write(tmp_path, "a.ipynb", make_notebook("x = (1)\n%pip install x\n" * 3000 + "itself = 'no'"))
+    begin = time.perf_counter()
+    assert check_here(EXERCISES[2], path)["right_parts"] == ("itself",)
+    assert time.perf_counter() - begin < 20
+
+
+def test_a_module_beside_the_file_can_be_imported(tmp_path):
+    write(tmp_path, "my_parts.py", "itself = 'no'")
+    found = exercises.check_file(3, write(tmp_path, "a.py", "from my_parts import itself"))
+    assert found.right_parts == ("itself",), found.hint
+
+
 def test_a_file_sees_its_own_arguments_and_no_thread_keeps_it_running(tmp_path):
     text = (
         "import sys, threading, time\n"

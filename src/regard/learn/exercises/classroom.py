@@ -33,7 +33,7 @@ from regard.learn.exercises.submission import (
     decode_text,
     read_cells,
 )
-from regard.pages.html import Page, build_page
+from regard.pages.html import Page, build_page, shorten
 
 # "exercise-3", "Exercise 03", "ex3", or the name of a notebook of the book, such as "03-keys-equal-queries". A name
 # such as alex2 ends in "ex" as well: a short form begins a word.
@@ -60,10 +60,15 @@ DEFINED = re.compile(
 NOISE = re.compile(
     r"(?:hw|homework|assignment|exercises?|ex|task|solutions?|answers?|submission|final|draft|copy|new|v|version)?\d*"
 )
-NAME_COLUMNS = ("name", "full name", "fullname", "student", "student name")
-FIRST_COLUMNS = ("first name", "firstname", "given name", "forename")
-LAST_COLUMNS = ("last name", "lastname", "surname", "family name")
+NAME_COLUMNS = (
+    ("name", "full name", "fullname", "student", "student name"),
+    ("first name", "firstname", "given name", "forename"),
+    ("last name", "lastname", "surname", "family name"),
+    ("identifier",),  # of Moodle, if marking is blind
+)
 KEY_COLUMN = re.compile(r"\b(?:id|identifier|username|user|login|e-?mail|number)\b", re.IGNORECASE)
+IGNORED = (".", "__")  # beginnings of names
+PACKAGES = ("site-packages", "node_modules", "venv")  # folders of code that is not the student's
 NO_STUDENTS = ("", "points possible", "student, test")  # rows of a Canvas gradebook
 MAX_FILE = 50 << 20  # bytes of a script or notebook
 MAX_ARCHIVE = 1 << 30  # bytes of an archive when unpacked
@@ -110,15 +115,17 @@ def read_roster(path: str | os.PathLike[str]) -> tuple[Student, ...]:
     'Ana Li'
     """
     text = decode_text(Path(path).read_bytes())
-    first_line = text.partition("\n")[0]
-    separator = max(",;\t", key=first_line.count)
-    rows = [row for row in csv.reader(io.StringIO(text), delimiter=separator) if any(map(str.strip, row))]
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    try:
+        rows = [row for row in csv.reader(io.StringIO(text), delimiter=separator) if any(map(str.strip, row))]
+        if "\0" in text:
+            raise csv.Error("a binary file, such as a spreadsheet")
+    except csv.Error:
+        rows = []
     header = [cell.strip().casefold() for cell in rows[0]] if rows else []
-    columns = [
-        next((header.index(name) for name in names if name in header), None)
-        for names in (NAME_COLUMNS, FIRST_COLUMNS, LAST_COLUMNS)
-    ]
-    name_columns = [i for i in columns[:1] if i is not None] or [i for i in columns[1:] if i is not None]
+    columns = [[i for i, title in enumerate(header) if title in names][:1] for names in NAME_COLUMNS]
+    whole, first, last, identifier = columns
+    name_columns = whole or first + last or identifier
     if not name_columns and all(len(row) == 1 for row in rows):
         rows, header, name_columns = [[], *rows], ["name"], [0]
     students: list[Student] = []
@@ -138,14 +145,14 @@ def read_roster(path: str | os.PathLike[str]) -> tuple[Student, ...]:
     counts = Counter(student.name for student in students)
     repeated = [name for name, count in counts.items() if count > 1]
     if not name_columns or not students or repeated:
-        problem = f"{repeated[0]!r} twice" if repeated else f"columns {', '.join(header) or 'none'}"
+        problem = f"{repeated[0]!r} twice" if repeated else f"columns {shorten(', '.join(header)) or 'none'}"
         raise ArgumentError(
             "exercise",
             received=f"the roster {str(path)!r} with {problem}",
             expected="a CSV file with a column name, or first name and last name, and a row for each student",
             hint="Add a column id if two students have the same name."
             if repeated
-            else "Name the columns in the first row: name,id.",
+            else "Save it as CSV, and name the columns in the first row: name,id.",
         )
     return tuple(students)
 
@@ -425,16 +432,70 @@ def _unpack(archive: Path, folder: Path) -> None:
         size = sum(member.file_size for member in packed.infolist())
         if size > MAX_ARCHIVE:
             raise ValueError(f"{size:,} bytes when unpacked, of at most {MAX_ARCHIVE:,}")
-        packed.extractall(folder)
+        for member in packed.infolist():
+            try:
+                packed.extract(member, folder)
+            except OSError:  # such as a name that is too long, with what a platform puts before it
+                name = Path(member.filename)
+                (folder / f"{name.stem[:80]}{name.suffix[:9]}").write_bytes(packed.read(member))
 
 
 def _list_visible(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if not path.name.startswith((".", "__"))]
+    return [path for path in folder.iterdir() if not path.name.startswith(IGNORED)]
 
 
 def _match_name(name: str) -> re.Match[str] | None:
     """Match the name of a file or folder that Moodle or Canvas gave it."""
     return MOODLE.fullmatch(name) or CANVAS.fullmatch(name)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What the path of a file says: the student's label and key, the exercise, and whether it is late.
+
+    `is_students` is False for a file that may be the teacher's.
+    """
+
+    label: str
+    key: str
+    n: int | None
+    late: bool
+    is_students: bool
+
+
+def _read_place(inside: Path) -> _Place:
+    """Read the path of a file inside the folder of a class; a folder `exercise-3` tells the exercise."""
+    match = next(filter(None, map(_match_name, inside.parts)), None)
+    stem = Path((match and match.string == inside.name and match["file"]) or inside.name).stem
+    named = NUMBER.search(stem)
+    rest = stem[: named.start()] + stem[named.end() :] if named else stem
+    folders = [part for part in inside.parts[:-1] if not NUMBER.fullmatch(part)]
+    named = named or next(filter(None, map(NUMBER.fullmatch, inside.parts[:-1])), None)
+    label = folders[0] if folders else rest.strip(SEPARATORS) or stem
+    if match:
+        label = match["student"] or match["id"]
+    return _Place(
+        " ".join(label.encode(errors="replace").decode().split()),
+        (match and match["id"]) or "",
+        int(named[1] or named[2]) if named else None,
+        bool(match and match.groupdict().get("late")),
+        bool(match or folders),
+    )
+
+
+def _name_students(places: Sequence[_Place], roster: Sequence[Student]) -> dict[tuple[str, str], str]:
+    """Name the student of each label and key: as in the roster, else the label, with the key if several have it."""
+    keys: dict[str, set[str]] = {}
+    for place in places:
+        keys.setdefault(place.label, set()).add(place.key)
+    names = {}
+    for label, own in keys.items():
+        for key in own:
+            student = match_student(label, key, roster)
+            names[label, key] = (
+                student.name if student else f"{label} {key}" if key and len(own) > 1 else label
+            )
+    return names
 
 
 def find_submissions(
@@ -459,45 +520,44 @@ def find_submissions(
         ArgumentError: If there are no submissions.
     """
     root = Path(folder)
-    found: list[Submission] = []
-    skipped: list[SkippedFile] = []
+    files: list[tuple[_Place, Path]] = []
     for path in sorted(root.rglob("*")):
         inside = path.relative_to(root)
-        if not path.is_file() or any(part.startswith((".", "__")) for part in inside.parts):
+        if path.is_file() and not any(part.startswith(IGNORED) or part in PACKAGES for part in inside.parts):
+            files.append((_read_place(inside), path))
+    names = _name_students([place for place, _ in files], roster)
+    found: list[Submission] = []
+    unclear: list[Submission] = []
+    skipped: list[SkippedFile] = []
+    for place, path in files:
+        name = names[place.label, place.key]
+        is_code = path.suffix.lower() in SUFFIXES
+        if not is_code or path.stat().st_size > MAX_FILE:
+            reason = f"larger than {MAX_FILE >> 20} MB" if is_code else "neither a script nor a notebook"
+            skipped += [SkippedFile(name, path.relative_to(root), reason)] if place.is_students else []
             continue
-        match = next(filter(None, map(_match_name, inside.parts)), None)
-        stem = Path(
-            (match and match["file"] and match.string == path.name and match["file"]) or path.name
-        ).stem
-        named = NUMBER.search(stem)
-        rest = stem[: named.start()] + stem[named.end() :] if named else stem
-        label = inside.parts[0] if len(inside.parts) > 1 else rest.strip(SEPARATORS) or stem
-        if match:
-            label = match["student"] or match["id"]
-        student = match_student(label, (match and match["id"]) or "", roster)
-        name = student.name if student else label.encode(errors="replace").decode()
-        if path.suffix.lower() not in SUFFIXES:
-            if match or len(inside.parts) > 1:  # others in the folder itself are the teacher's
-                skipped.append(SkippedFile(name, inside, "neither a script nor a notebook"))
-            continue
-        if path.stat().st_size > MAX_FILE:
-            skipped.append(SkippedFile(name, inside, f"larger than {MAX_FILE >> 20} MB"))
-            continue
-        numbers = find_exercises(path, int(named[1] or named[2]) if named else None)
-        numbers = numbers or (set() if n is None else {n})
-        if not numbers:
-            skipped.append(SkippedFile(name, inside, "answers no exercise of the book"))
-        late = bool(match and match.groupdict().get("late"))
-        found += [Submission(name, number, path, late) for number in numbers if n in (None, number)]
+        numbers = find_exercises(path, place.n)
+        found += [Submission(name, number, path, place.late) for number in numbers if n in (None, number)]
+        unclear += [] if numbers else [Submission(name, n or 0, path, place.late)]
+    # Helpers and notes beside an answer are no answers.
+    present = {it.student for it in found}
+    found += [it for it in unclear if n is not None and it.student not in present]
+    checked = {it.path for it in found}
+    reason = "answers no exercise of the book"
+    skipped += [
+        SkippedFile(it.student, it.path.relative_to(root), reason) for it in unclear if it.path not in checked
+    ]
     if not found:
         raise ArgumentError(
             "exercise",
-            received=f"{str(root)!r}, with {len(skipped)} files but no answer to "
+            received=f"{len(files)} files without an answer to "
             + ("an exercise" if n is None else f"exercise {n}"),
             expected="files such as ana-exercise-3.py, or ana/exercise-3.ipynb",
             hint="Name the exercise if all files belong to one: regard exercise 3 --class FOLDER.",
         )
-    return sorted(found, key=lambda it: (it.student.casefold(), it.n, it.path.name)), skipped
+    return sorted(found, key=lambda it: (it.student.casefold(), it.n, it.path.name)), sorted(
+        skipped, key=lambda it: it.path
+    )
 
 
 def find_exercises(path: Path, named: int | None = None) -> set[int]:
@@ -592,5 +652,9 @@ def check_class(
         return CheckedSubmission(submission, result)
 
     with ThreadPoolExecutor(workers or min(os.cpu_count() or 1, 8)) as pool:
-        rows = tuple(pool.map(check, submissions))
+        try:
+            rows = tuple(pool.map(check, submissions))
+        except BaseException:  # such as Ctrl-C
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return ClassReport(rows, tuple(roster), tuple(skipped), points or {})

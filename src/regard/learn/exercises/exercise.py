@@ -275,6 +275,7 @@ def _convert_lists(fn: Callable[..., Any]) -> Callable[..., Any]:
 Answer = Mapping[str, Any]
 WIDTH = 88
 MAX_ERROR = 300  # characters of the message of an exception
+MAX_HINT = 2000  # characters of a hint, which may quote the answer
 
 
 def describe_exception(error: BaseException) -> str:
@@ -640,6 +641,8 @@ def report_problems(
     exercise: Exercise, hints: Sequence[str], correct: Sequence[ExercisePart] = ()
 ) -> CheckResult:
     """Build the result for an answer that is not right."""
+    hints = [hint if len(hint) <= MAX_HINT else f"{hint[:MAX_HINT]}…" for hint in hints]
+    hints = [hint.encode(errors="replace").decode() for hint in hints]  # a lone surrogate cannot be printed
     names = tuple(part.name for part in correct)
     so_far = [f"Right so far: {', '.join(names)}."] if names else []
     lines = [f"{exercise.title}: not yet.", *so_far, *(line for hint in hints for line in wrap(hint))]

@@ -228,12 +228,15 @@ def _clear_commands(code: str) -> str:
     if first and first[0].startswith("%%") and first[0] not in PYTHON_MAGICS:
         return ""
     lines: list[str] = []
+    complete = 0  # lines before the first that may belong to an incomplete statement
     for line in code.split("\n"):
         is_command = line.lstrip().startswith(("%", "!")) or HELP.match(line)
         assigned = ASSIGNED_COMMAND.match(line)
-        if not (is_command or assigned) or _is_incomplete("\n".join(lines)):
+        if not (is_command or assigned) or _is_incomplete("\n".join(lines[complete:])):
             lines.append(line)
-        elif assigned:
+            continue
+        complete = len(lines) + 1
+        if assigned:
             lines.append(f"{assigned[1]}None")
         elif line.lstrip().startswith("%time "):
             lines.append(line.replace("%time ", "", 1))
@@ -368,6 +371,7 @@ def main(n: str, path: str, out: str) -> None:
     except (ImportError, ValueError, OSError):
         pass  # Windows has no such limit, macOS may refuse it
     sys.argv = [path]  # what the file itself would see
+    sys.path.append(str(Path(path).parent))  # modules beside the file, after all others
     found = check_here(EXERCISES[int(n) - 1], Path(path))
     Path(out).write_text(json.dumps(found), "utf-8")
     with contextlib.suppress(OSError, ValueError):  # the file may have closed its streams
