@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     # Run the chapters with the kernel of this environment, without the machine's own kernels and settings.
     environ = os.environ | {
         "HF_HUB_OFFLINE": "1",
-        # Chapter 13 opens examples/induction.
+        # Chapter 15 opens examples/induction.
         "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
         "JUPYTER_PATH": str(Path(sys.executable).parents[1] / "share" / "jupyter"),
         "IPYTHONDIR": str(folder / "ipython"),

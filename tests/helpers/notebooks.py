@@ -24,7 +24,8 @@ SAMPLE = [
 # The pages that take seconds run every night only.
 LONG = (
     *(
-        "13-reading",
+        "14-real-model",
+        "15-which-heads-matter",
         "21-cache-policy",
         "20-many-ranks",
         "14-watch-a-training-run",
