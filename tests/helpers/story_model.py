@@ -55,13 +55,13 @@ def load_torch(dtype: str = "float32") -> Any:
     return model
 
 
-def run_torch(text: bytes, dtype: str = "float32", edit: Any = None) -> dict[str, np.ndarray]:
-    """Return guesses (n, 256), maps (layers · heads, n, n) and guesses at each place of the stream (places, 256)."""
+def run_torch(tokens: list[int], dtype: str = "float32", edit: Any = None) -> dict[str, np.ndarray]:
+    """Return guesses (n, vocabulary), maps (layers · heads, n, n) and guesses at each place of the stream (places, vocabulary)."""
     import torch
 
     import regard
 
-    model, tokens = load_torch(dtype), torch.tensor([list(text)])
+    model, given = load_torch(dtype), torch.tensor([tokens])
     stream = []
 
     def keep(module: Any, inputs: Any) -> None:
@@ -71,10 +71,10 @@ def run_torch(text: bytes, dtype: str = "float32", edit: Any = None) -> dict[str
     hooks = [norm.register_forward_pre_hook(keep) for norm in norms]
     try:
         if edit is None:
-            logits, matrices = model(tokens, need_matrices=True)
+            logits, matrices = model(given, need_matrices=True)
         else:
             with regard.intervene(model, edit):
-                logits, matrices = model(tokens, need_matrices=True)
+                logits, matrices = model(given, need_matrices=True)
     finally:
         for hook in hooks:
             hook.remove()

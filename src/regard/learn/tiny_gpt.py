@@ -269,8 +269,8 @@ def encode(text: str, numbers: Mapping[str, int]) -> list[int]:
 
 
 def mark_lines(text: str) -> str:
-    """Put a space at the beginning of each line that does not begin with one."""
-    return re.sub(r"^(?=[^\n ])", " ", text, flags=re.MULTILINE)
+    """Put a space at the beginning of each line that is not empty."""
+    return re.sub(r"^(?=[^\n])", " ", text, flags=re.MULTILINE)
 
 
 def _rms_norm(x: Floats, weight: Floats) -> Floats:
