@@ -13,34 +13,41 @@ from collections import defaultdict
 from collections.abc import Sequence
 from random import Random
 
-GIRLS = (
-    "Lily Mia Sara Anna Emma Lucy Amy Sue Ella Zoe Nina Jane Kate Rosa Lola Eva Ida Ruby Ivy May Lisa Molly Clara Alice "
-    "Grace Daisy Maria Sophie Hana Nora Tara Wendy"
-).split()
-BOYS = (
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+GIRLS = _words(
+    "Lily Mia Sara Anna Emma Lucy Amy Sue Ella Zoe Nina Jane Kate Rosa Lola Eva Ida Ruby Ivy May Lisa Molly Clara "
+    "Alice Grace Daisy Maria Sophie Hana Nora Tara Wendy"
+)
+BOYS = _words(
     "Tom Max Ben Tim Sam Jack Leo Bob Dan Joe John Fred Ned Paul Adam Noah Finn Hugo Oscar Peter Mark Billy Timmy Jim "
     "Theo Omar Luke Carl Otto Felix Henry Victor"
-).split()
-ANIMALS = "cat dog bird fox bear frog duck mouse rabbit owl pig cow horse sheep goat turtle lion monkey".split()
-COLOURS = "red blue green yellow white black brown pink purple orange grey golden".split()
-THINGS = (
+)
+ANIMALS = _words(
+    "cat dog bird fox bear frog duck mouse rabbit owl pig cow horse sheep goat turtle lion monkey"
+)
+COLOURS = _words("red blue green yellow white black brown pink purple orange grey golden")
+THINGS = _words(
     "ball hat kite boat drum book box cup bag key lamp bell coat car doll cake apple flower stone shell spoon ring "
     "chair table bike rope sock shoe blanket basket pencil bucket balloon mirror clock pillow ladder candle whistle"
-).split()
-PLACES = (
+)
+PLACES = _words(
     "park garden forest house school beach farm river hill kitchen shop zoo barn field lake market library bridge "
     "tower cave meadow village island castle"
-).split()
-FOODS = "soup bread cheese jam rice cookies milk honey pears berries nuts eggs corn pie carrots".split()
+)
+FOODS = _words("soup bread cheese jam rice cookies milk honey pears berries nuts eggs corn pie carrots")
 # Who has what: the second names the first.
 JOBS = {
     "artist": "brush", "musician": "guitar", "baker": "loaf", "farmer": "cow", "doctor": "bandage", "painter": "ladder",
     "cook": "pan", "sailor": "boat", "teacher": "book", "gardener": "shovel", "dancer": "ribbon", "king": "crown",
     "singer": "song", "fisherman": "net", "builder": "hammer", "clown": "balloon",
 }  # fmt: skip
-STARTS, MIDDLES, ENDS = "B D F G J K L M N P R S T V W Z".split(), "a e i o u".split(), "b d k l m n p r t v x z".split()
+STARTS, MIDDLES, ENDS = "BDFGJKLMNPRSTVWZ", "aeiou", "bdklmnprtvxz"
 
-# One name, {N}; its kind is {k}, {S} is She or He, {s} she or he, {h} her or his. {c}, {t}, {p} are a colour, thing, place.
+# {N} is a name, {k} its kind, {S} She or He, {s} she or he, {h} her or his; {c}, {t}, {p} a colour, thing, place.
 NAME_TEMPLATES = (
     'There was a {k} named {N}. {S} had a {c} {t}. A bird asked, "What is your name?" "My name is |{N}," said the {k}.',
     "Once upon a time, there was a little {k} called {N}. {S} lived near the {p}. Everyone in the {p} knew |{N}.",
@@ -104,16 +111,18 @@ CODE_TEMPLATES = (
 )
 FILLERS = (
     "It was a sunny day.", "The sky was blue.", "They were very happy.", "It was cold outside.", "The wind was strong.",
-    "They laughed and played.", "It was time for lunch.", "The birds were singing.", "Nobody knew why.",
+    "They laughed and played.", "It was time for lunch.", "The birds were singing.", "It was a secret.",
     "It was a long way.", "Then it began to rain.", "They had a lot of fun.", "The day was over soon.",
 )  # fmt: skip
 CODE_SHARE = 0.1
-MORE_NAMES = "Spot Sally Sarah Kitty Fluffy Benny Buddy Mary Penny Andy Sammy Bella Whiskers Jenny Jerry".split()
+MORE_NAMES = _words(
+    "Spot Sally Sarah Kitty Fluffy Benny Buddy Mary Penny Andy Sammy Bella Whiskers Jenny Jerry"
+)
 NAME = rf"\b(?:{'|'.join(sorted({*GIRLS, *BOYS, *MORE_NAMES} - {'May'}))})\b"  # May is a word, too
 
 
 def draw_made_up_name(rng: Random) -> str:
-    """Draw a name that nobody has, such as Zobi."""
+    """Draw a name that does not exist, such as Zobi."""
     name = rng.choice(STARTS) + rng.choice(MIDDLES) + rng.choice(ENDS) + rng.choice(MIDDLES)
     return name + (rng.choice(ENDS) if rng.random() < 0.4 else "")
 

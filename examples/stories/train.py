@@ -63,7 +63,7 @@ def rate_factor(step: int, steps: int) -> float:
 class StoryText:
     """The tokens of the training texts and of the held-out text.
 
-    There are three training texts: the excerpts of TinyStories, the same with made-up names, and stories of the grammar.
+    The training texts are the excerpts of TinyStories, the same with made-up names, and stories of the grammar.
 
     Args:
         text: Excerpts of TinyStories for training, and held-out ones.
@@ -234,7 +234,7 @@ def measure_bits(model: Model, text: StoryText, context: int, limit: int | None 
 
 
 def store(model: Model, pieces: list[str], path: Path, about: dict[str, Any]) -> None:
-    """Write the file that `regard.learn.TinyGPT` reads: matrices as int8 with a factor for each row, the rest as float16.
+    """Write the file that `regard.learn.TinyGPT` reads: matrices as int8 with a factor for each row, others as float16.
 
     Args:
         model: The trained model.

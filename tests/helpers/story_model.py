@@ -56,7 +56,7 @@ def load_torch(dtype: str = "float32") -> Any:
 
 
 def run_torch(tokens: list[int], dtype: str = "float32", edit: Any = None) -> dict[str, np.ndarray]:
-    """Return guesses (n, vocabulary), maps (layers · heads, n, n) and guesses at each place of the stream (places, vocabulary)."""
+    """Return guesses (n, vocabulary), maps (layers · heads, n, n) and the last guess at each place of the stream."""
     import torch
 
     import regard

@@ -21,7 +21,9 @@ from examples.stories.train import StoryText, Trainer
 from regard.learn import TinyGPT
 
 TINY = Config(vocabulary=160, width=16, heads=2, layers=2, hidden=32, activation="relu2")
-LINES = TextSplit(b"The cat sat on the mat. The dog sat on the log.\n" * 40, b"The cat sat on the log.\n" * 40)
+LINES = TextSplit(
+    b"The cat sat on the mat. The dog sat on the log.\n" * 40, b"The cat sat on the log.\n" * 40
+)
 TEXT = StoryText(LINES, 160, made_stories=40, seed=0)
 STORY = """One day, a boy named Ben went to the park with his mom. He saw a big tree and wanted to climb it.
 "Be careful, Ben," said his mom. Ben was happy. He climbed up and saw a little bird. The bird was sad.
@@ -73,7 +75,7 @@ def test_the_stored_numbers_are_the_rounded_ones(tmp_path):
 
 def test_held_out_names_and_pairs_are_not_in_the_training_text():
     told = grammar.draw_stories(3000, 1, ["sun", "tree"])
-    made_up = rf"\b[{''.join(grammar.STARTS)}][aeiou][bdklmnprtvxz][aeiou][bdklmnprtvxz]?\b"
+    made_up = rf"\b[{grammar.STARTS}][aeiou][bdklmnprtvxz][aeiou][bdklmnprtvxz]?\b"
     found = {word for story in told for word in re.findall(made_up, story)}
     assert len(found) > 500 and not any(map(grammar.is_held_out_name, found))
     names = {*grammar.GIRLS, *grammar.BOYS}

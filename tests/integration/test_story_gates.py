@@ -93,7 +93,11 @@ def results(model, cases):
 def find_name_heads(cases, results):
     """Return the heads that put more than half of their weight on the name, in the mean over the sentences."""
     on_name = np.mean(
-        [weights[..., places].sum(-1) for (_, _, _, places), (_, weights) in zip(cases, results, strict=True)], 0
+        [
+            weights[..., places].sum(-1)
+            for (_, _, _, places), (_, weights) in zip(cases, results, strict=True)
+        ],
+        0,
     )
     return [tuple(map(int, head)) for head in np.argwhere(on_name > 0.5)], on_name
 
@@ -113,13 +117,19 @@ def test_without_the_heads_that_look_at_the_name_it_is_not_guessed(model, cases,
     assert heads and all(on_name[head] > 0.5 for head in heads)
     off = [ablate(layer, heads=head) for layer, head in heads]
     with intervene(model, off):
-        right = [int(model(torch.tensor([tokens]))[0, -1].argmax()) == wanted[0] for tokens, _, wanted, _ in cases]
+        right = [
+            int(model(torch.tensor([tokens]))[0, -1].argmax()) == wanted[0] for tokens, _, wanted, _ in cases
+        ]
     assert np.mean(right) < 0.3
 
 
 def test_heads_for_the_previous_token_the_first_token_and_induction(gpt, model):
     # Words without order, said twice: what a head does then is its habit, not the text's.
-    words = [number for number, piece in enumerate(gpt.pieces) if piece[0] == " " and piece[1:].isalpha() and len(piece) > 3]
+    words = [
+        number
+        for number, piece in enumerate(gpt.pieces)
+        if piece[0] == " " and piece[1:].isalpha() and len(piece) > 3
+    ]
     rng = np.random.default_rng(1)
     said = np.stack([rng.choice(words, 40, replace=False) for _ in range(8)])
     tokens = torch.tensor(np.concatenate([np.zeros((8, 1), int), said, said], 1))

@@ -72,7 +72,14 @@ class TinyGPTRun:
         return self._gpt.read_stream(self.stream[-1, -1])
 
     def best(self, count: int = 5) -> list[tuple[str, float]]:
-        """Return the most likely next tokens with their probabilities, the first one first."""
+        """Return the most likely next tokens.
+
+        Args:
+            count: Number of tokens.
+
+        Returns:
+            The text of each and its probability, the most likely first.
+        """
         order = np.argsort(-self.next, kind="stable")[:count]
         return [(self._gpt.pieces[token], float(self.next[token])) for token in order]
 
@@ -121,7 +128,7 @@ class TinyGPT:
         self._numbers = {piece: number for number, piece in enumerate(self.pieces)}
 
     def encode(self, text: str) -> list[int]:
-        """Split a text into tokens: a newline first, then the longest piece that fits, from left to right.
+        r"""Split a text into tokens: a newline first, then the longest piece that fits, from left to right.
 
         Args:
             text: The text. Each line gets a space before it, so that its first word is the token that it is elsewhere;
@@ -132,16 +139,22 @@ class TinyGPT:
 
         >>> gpt = TinyGPT()
         >>> [gpt.pieces[token] for token in gpt.encode("Zobi has a hat.")]
-        ['\\n', ' Zo', 'bi', ' has', ' a', ' hat', '.']
+        ['\n', ' Zo', 'bi', ' has', ' a', ' hat', '.']
         """
         return encode(text, self._numbers)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without the newline and the space that `encode` adds.
+        r"""Return the text of tokens, without the newline and the space that `encode` adds.
+
+        Args:
+            tokens: The numbers of the tokens.
+
+        Returns:
+            The text.
 
         >>> gpt = TinyGPT()
-        >>> gpt.decode(gpt.encode("Hello.\\nHello."))
-        'Hello.\\nHello.'
+        >>> gpt.decode(gpt.encode("Hello.\nHello."))
+        'Hello.\nHello.'
         """
         text = "".join(self.pieces[token] for token in tokens)
         return re.sub(r"^ ", "", text.removeprefix("\n"), flags=re.MULTILINE)
@@ -298,6 +311,12 @@ def _read_safetensors(
         for name, entry in header.items()
     }
     factors = {name.removesuffix(FACTOR): arrays.pop(name) for name in header if name.endswith(FACTOR)}
-    return config, about, pieces, {
-        name: array * factors[name][:, None] if name in factors else array for name, array in arrays.items()
-    }
+    return (
+        config,
+        about,
+        pieces,
+        {
+            name: array * factors[name][:, None] if name in factors else array
+            for name, array in arrays.items()
+        },
+    )
