@@ -70,7 +70,7 @@ NAME_TEMPLATES = (
     "{N} was sad, because {s} had lost a {c} {t}. The {a} wanted to help, and gave a hug to |{N}.",
     "Who is the {k} with the {c} {t}? It is {N}. The {a} in the {p} likes |{N}.",
 )
-# Two names; one of them is told by the story.
+# Two names; the story says which one is meant.
 TWO_NAME_TEMPLATES = (
     "{N} and {M} went to the {p}. {N} had a {t}, and gave it to |{M}. {M} said thank you to |{N}.",
     "{M} and {N} played in the {p}. {M} threw the {c} ball to |{N}. Then {N} threw it back to |{M}.",

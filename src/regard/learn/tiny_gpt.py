@@ -191,7 +191,8 @@ class TinyGPT:
             stream.append(x)
             heads.append((Q, K, V, weights))
         pieces = [self.pieces[token] for token in tokens]
-        return TinyGPTRun(tokens, pieces, np.stack(stream), *map(np.stack, zip(*heads, strict=True)), self)
+        query, key, value, maps = (np.stack(parts) for parts in zip(*heads, strict=True))
+        return TinyGPTRun(tokens, pieces, np.stack(stream), query, key, value, maps, self)
 
     def read_stream(self, x: Floats) -> Floats:
         """Return the probabilities of the next token that vectors of the residual stream stand for.

@@ -517,7 +517,8 @@ def _nystroem() -> Floats:
         np.asarray(attention(query, key).to_dense())
         for query, key in ((cat.Q, landmarks[1]), landmarks, (landmarks[0], cat.K))
     )
-    return to_landmarks @ np.linalg.pinv(among) @ from_landmarks
+    weights: Floats = to_landmarks @ np.linalg.pinv(among) @ from_landmarks
+    return weights
 
 
 def _ring() -> Floats:
