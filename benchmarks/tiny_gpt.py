@@ -2,7 +2,7 @@
 
 python benchmarks/tiny_gpt.py [--rounds 15]
 
-The text has 64 bytes. A keystroke at its end computes one row, a keystroke at its start computes all rows; switching a
+The text has 21 tokens. A keystroke at its end computes one or two rows, a keystroke at its start computes all rows; switching a
 head of the first layer computes all layers. Times are medians in milliseconds, from the event to the drawn guesses.
 """
 
@@ -18,7 +18,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from regard import explore
 
-TEXT = "Once upon a time, there was a little girl named Lily. One day, L"  # 64 bytes
+TEXT = "Zobi and Rumo went to the park. Zobi had a kite, and gave it to"  # 21 tokens
 SETTLED = """async () => {
   const app = document.querySelector("#app"), pause = () => new Promise((resolve) => setTimeout(resolve, 5));
   while (app.getAttribute("aria-busy") !== "false") await pause();

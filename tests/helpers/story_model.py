@@ -9,23 +9,27 @@ from typing import Any
 
 import numpy as np
 
+from regard.explore.explorers import CONTINUATIONS
 from regard.learn import TinyGPT
 from regard.pages.encoding import encode_array
 from tests.helpers.pages import run_in_node
 
+CONTEXT = 192  # tokens, as in the page
 NAMES = ["Lily", "Tom", "Max", "Mia", "the dog", "a little bird", "Grandma", "the old car"]
 VERBS = ["loved", "saw", "wanted", "did not like", "found", "ran to"]
 THINGS = ["the park", "a red ball", "her mom", "the big tree", "a cake", "it"]
 OTHERS = [
     "L",
     "\n",
-    "Once upon a time, there was a little girl named Lily. One day, Li",
+    "",
+    *CONTINUATIONS,
     '"Can I play with you?" she asked. "Yes," said',
-    "Café, naïve, 猫 and 🦊",
+    "Café, naïve, 猫 and 🦊\tor\r\u2028 \0 this",
+    "\n\n  two  spaces\n and lines \n",
     "aaaaaaaaaaaaaaaaaaaaaaaa",
     "QWXZ {}[]|\\~ 0123456789",
     "The end.\nThe end.\nThe end.\nThe",
-    " ".join(["One day the cat sat on the mat."] * 6),
+    " ".join(["One day the cat sat on the mat."] * 30),
 ]
 
 
@@ -53,6 +57,19 @@ def load_torch(dtype: str = "float32") -> Any:
         if isinstance(module, torch.nn.RMSNorm):
             module.eps = float(np.finfo(np.float32).eps)
     return model
+
+
+@cache
+def load_numpy() -> TinyGPT:
+    """Load the stored model in NumPy."""
+    return TinyGPT()
+
+
+def window(text: str) -> list[int]:
+    """Return the tokens of a text that the page shows to the model."""
+    tokens = load_numpy().encode(text)
+    excess = len(tokens) - CONTEXT
+    return tokens[-(-excess // 64) * 64 if excess > 0 else 0 :]
 
 
 def run_torch(tokens: list[int], dtype: str = "float32", edit: Any = None) -> dict[str, np.ndarray]:
@@ -84,18 +101,23 @@ def run_torch(tokens: list[int], dtype: str = "float32", edit: Any = None) -> di
 
 
 def run_javascript(script: str, folder: Path) -> list[np.ndarray]:
-    """Run a script in Node with `model`, `create()` for another one, and `put(array)`; return what was put."""
-    stored = TinyGPT()
-    numbers = np.concatenate([array.ravel() for array in stored.parameters.values()]).astype(np.float16)
-    shapes = {name: list(array.shape) for name, array in stored.parameters.items()}
+    """Run a script in Node with `model`, `create()`, `tokenizer` and `put(array)`; return what was put."""
+    gpt = load_numpy()
+    matrices, vectors = (
+        np.concatenate([array.ravel() for array in gpt.stored.values() if array.ndim == axes])
+        for axes in (2, 1)
+    )
+    shapes = {name: array.shape for name, array in gpt.stored.items()}
     start = f"""
 import {{ appendFileSync }} from "node:fs";
-const tensors = splitTensors({json.dumps(shapes)}, await decodeArray("half", "{encode_array(numbers).text}"));
-const create = () => createTransformer({{ ...{json.dumps(dict(stored.config))}, context: 192 }}, tensors);
+const arrays = [["int8", "{encode_array(matrices).text}"], ["half", "{encode_array(vectors).text}"]];
+const tensors = splitTensors({json.dumps(shapes)}, ...(await Promise.all(arrays.map((pair) => decodeArray(...pair)))));
+const create = () => createTransformer({{ ...{json.dumps(dict(gpt.config))}, context: {CONTEXT} }}, tensors);
+const tokenizer = createTokenizer({json.dumps(list(gpt.pieces))});
 const model = create(), file = {json.dumps(str(folder / "arrays"))};
 const put = (array) => appendFileSync(file, Buffer.from(Float64Array.from([array.length, ...array]).buffer));
 """
-    run_in_node(start + script, "matrix/payload", "gpt/transformer", "gpt/sampling")
+    run_in_node(start + script, "matrix/payload", "gpt/transformer", "gpt/sampling", "gpt/tokens")
     whole, arrays, at = np.fromfile(folder / "arrays"), [], 0
     while at < len(whole):
         arrays.append(whole[at + 1 : at + 1 + int(whole[at])])

@@ -6,11 +6,14 @@ Each function returns a `Page`, a self-contained HTML file with the caller's num
 Design notes:
 - The model in the page keeps the rows and layers that a change does not reach. Typing at the end costs one row
   instead of all; switching off a head costs the layers after it. Plain JavaScript makes about 0.7 · 10⁹
-  multiplications a second, so a whole text of 64 bytes takes tens of milliseconds. WebAssembly would be faster, and
+  multiplications a second, so a whole text of 26 tokens takes about 0.2 seconds, and a typed word a few hundredths. WebAssembly would be faster, and
   needs `wasm-unsafe-eval` in the policy.
-- The model of the page is trained on children's stories, byte by byte. A model small enough for a page writes
-  readable sentences only about a small world. Bytes need no tokenizer, and each is a letter that a reader can point
-  at. The weights are in the package (1.7 MB, float16), the text is not: its licence asks to be passed on with it.
+- The model of the page is trained on children's stories. A model small enough for a page writes readable
+  sentences only about a small world. Its tokens are words and pieces of words, so that the map of a head can be read;
+  the longest piece that fits is taken, which is a few lines in each language. The weights are in the package (4 MB,
+  int8), the text is not: its licence asks to be passed on with it.
+- What a weight does to the guess is shown as the change of logits that its share of the head's output causes if the
+  last norm and the unembedding read it directly, with the norm's factor of this text. Later layers may change it.
 - The listings of `explore.code()` are text files, run and traced when the page is made. The note on a line stands
   above it in the file, so the two cannot drift apart. The NumPy listing is the class of `learn`, tested to be the same
   text; the listing in PyTorch has the same name and cannot be imported.

@@ -587,27 +587,41 @@ def list_events(Q: Floats, K: Floats, V: Floats, visible: Bools) -> list[list[An
     return events
 
 
-DEFAULT_TEXT = "Once upon a time, there was a little girl named Lily. One day, Li"
-MAX_WINDOW = 192  # bytes that the page shows the model at most
-SHOWN_LETTERS = 60  # the most common bytes of the training text; embeddings of rare ones are hardly trained
-LETTER_SIZE = 0.08  # in the plane of letters, whose sides are 2
-PUSHES = 60  # rounds in which letters that overlap are moved apart
+MAX_WINDOW = 192  # tokens that the page shows the model at most
+# Beginnings that show what the model has learned, with what it writes next.
+CONTINUATIONS = {
+    "Once upon a time, there was a little girl called Zobi. She lived near the forest. Everyone in the forest "
+    "knew": " Zobi",
+    "The cat sat on the": " mat",
+    'The kite of Mia was purple. "What colour is your kite?" asked the frog. "It is': " purple",
+    "The artist met the musician in the park. One of them had a brush. It was the": " artist",
+    "Zobi and Rumo went to the park. Zobi had a kite, and gave it to": " Rumo",
+    "for kane in miro:\n  zobi =": " kane",
+}
+DEFAULT_TEXT = next(iter(CONTINUATIONS))
+PLANE_WORDS = """Lily Tom Mia Max Ben Sue cat dog bird fox bear frog red blue green yellow black white girl boy mom dad
+friend he she they his her their was were is had has said asked saw found gave took ran went wanted park garden forest
+house school beach ball hat kite boat book car happy sad big little cake bread soup apple in on under to from and but"""
+WORD_SIZE = np.array([0.2, 0.1])  # width and height of a word in the plane, whose sides are 2
+PUSHES = 120  # rounds in which words that overlap are moved apart
 
 
 def model(text: str = DEFAULT_TEXT, *, path: str | os.PathLike[str] | None = None) -> Page:
     """Build a page with a small GPT that runs in it: it reads what the reader types and writes on.
 
-    The model is `regard.learn.TinyGPT`. It has 0.9 million parameters, reads bytes and was trained on children's
-    stories (`examples/stories`). The page shows its guess for the next byte with temperature and top-k, the guess after
-    every layer, the map of each head for the reader's text, and the embeddings of the letters. Heads can be switched
-    off. The page computes in float64, in a worker, in JavaScript; the weights are stored as float16.
+    The model is `regard.learn.TinyGPT`. It has 3.9 million parameters, reads words and pieces of words, and was trained
+    on children's stories (`examples/stories`). The page shows its guess for the next token with temperature and top-k,
+    the guess after every layer, the map of each head for the reader's text, and the unembedding of some words. A click
+    on a cell of a map shows how its weight arose: query, key, score, softmax, value, and what it adds to the residual
+    stream. Heads can be switched off. The page computes in float64, in a worker, in JavaScript; the weights are stored
+    as int8.
 
     Args:
         text: Text that the page opens with.
         path: File of another model, as in `TinyGPT`. Default: the model of children's stories.
 
     Returns:
-        The page, about 2 MB.
+        The page, about 5 MB.
 
     Raises:
         ArgumentError: If the text is empty, or the file is not such a model.
@@ -624,40 +638,44 @@ def model(text: str = DEFAULT_TEXT, *, path: str | os.PathLike[str] | None = Non
             hint='Pass the beginning of a story: explore.model("Once upon a time").',
         )
     gpt = TinyGPT(path)
-    arrays = gpt.parameters
-    numbers = np.concatenate([array.ravel() for array in arrays.values()]).astype(np.float16)
-    letters = np.array(gpt.about["seen"][:SHOWN_LETTERS])
+    stored = gpt.stored.values()
+    words = [token for token in (gpt.encode(word)[1:] for word in PLANE_WORDS.split()) if len(token) == 1]
+    plane = project_words(gpt.parameters["unembedding.weight"][np.ravel(words)])
     return build_page(
         "A tiny GPT",
         "tinyGpt",
         {
             "text": text,
+            "examples": [example for example in CONTINUATIONS if example != text],
+            "pieces": gpt.pieces,
             "config": {**gpt.config, "context": min(gpt.about["context"], MAX_WINDOW)},
-            "shapes": {name: list(array.shape) for name, array in arrays.items()},
-            "weights": encode_array(numbers),
-            "parameters": len(numbers),
-            "letters": letters,
-            "plane": project_letters(arrays["embedding.weight"][letters]),
+            "shapes": {name: list(array.shape) for name, array in gpt.stored.items()},
+            "weights": encode_array(np.concatenate([array.ravel() for array in stored if array.ndim == 2])),
+            "vectors": encode_array(np.concatenate([array for array in stored if array.ndim == 1])),
+            "parameters": sum(array.size for array in gpt.parameters.values()),
+            "words": np.ravel(words),
+            "plane": plane,
             "bits": gpt.about["bits"],
             "training": {name: gpt.about[name] for name in ("steps", "batch", "context", "text")},
         },
     )
 
 
-def project_letters(vectors: Array) -> Array:
-    """Project embeddings, `(letters, width)`, onto the plane in which they differ most (principal components).
+def project_words(vectors: Array) -> Array:
+    """Project vectors, `(words, width)`, onto the plane in which their directions differ most (principal components).
 
-    Returns coordinates between −1 and 1, `(letters, 2)`, moved apart by about `LETTER_SIZE`, so that all can be read.
-    The entry of each axis that is farthest out is positive.
+    Returns coordinates between −1 and 1, `(words, 2)`, moved apart by about `WORD_SIZE`, so that all can be read. The
+    entry of each axis that is farthest out is positive.
     """
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     left, sizes, _ = np.linalg.svd(vectors - vectors.mean(0), full_matrices=False)
     plane = left[:, :2] * sizes[:2]
     plane *= np.sign(plane[np.abs(plane).argmax(0), [0, 1]])
-    plane /= np.abs(plane).max()
+    plane /= np.abs(plane).max(0)
     for _ in range(PUSHES):
-        offsets = plane[:, None] - plane[None]  # (letters, letters, 2)
+        offsets = (plane[:, None] - plane[None]) / WORD_SIZE  # (words, words, 2)
         distances = np.linalg.norm(offsets, axis=-1) + np.eye(len(plane))
-        overlaps = np.maximum(0, LETTER_SIZE / distances - 1)[..., None] * offsets
+        overlaps = np.maximum(0, 1 / np.maximum(distances, 1e-9) - 1)[..., None] * offsets * WORD_SIZE
         if not overlaps.any():
             break
         plane = np.clip(plane + overlaps.sum(1) / 2, -1, 1)

@@ -97,8 +97,9 @@ class TinyGPT:
     Attributes:
         config: The sizes `vocabulary`, `width`, `heads`, `layers` and `hidden`.
         pieces: The text of each token: words with the space before them, pieces of words, and signs.
-        parameters: The arrays by their names in PyTorch, in float64; matrices are stored as int8 with a factor for each
-            row.
+        stored: The arrays by their names in PyTorch, as the file has them: matrices in int8, vectors in float16, and
+            the factor of each row of a matrix, as "name.factor", in float16.
+        parameters: The arrays that the model computes with, in float64.
         about: How the model was trained, and its bits per byte of text that it has not seen.
 
     Raises:
@@ -117,7 +118,7 @@ class TinyGPT:
         stored = resources.files("regard.learn").joinpath(STORED_MODEL)
         try:
             content = stored.read_bytes() if path is None else Path(path).read_bytes()
-            self.config, self.about, self.pieces, self.parameters = _read_safetensors(content)
+            self.config, self.about, self.pieces, self.stored = _read_safetensors(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
                 "TinyGPT",
@@ -125,6 +126,13 @@ class TinyGPT:
                 expected="a model of word pieces that examples/stories/train.py wrote",
                 hint="Omit the path for the model of children's stories.",
             ) from error
+        self.parameters: Mapping[str, Floats] = {
+            name: array * self.stored.get(name + FACTOR, np.ones(1)).astype(np.float64)[:, None]
+            if array.ndim == 2
+            else array.astype(np.float64)
+            for name, array in self.stored.items()
+            if not name.endswith(FACTOR)
+        }
         self._numbers = {piece: number for number, piece in enumerate(self.pieces)}
 
     def encode(self, text: str) -> list[int]:
@@ -132,7 +140,7 @@ class TinyGPT:
 
         Args:
             text: The text. Each line gets a space before it, so that its first word is the token that it is elsewhere;
-                characters that are not ASCII become "?".
+                characters other than printable ASCII become "?".
 
         Returns:
             The numbers of the tokens.
@@ -153,8 +161,8 @@ class TinyGPT:
             The text.
 
         >>> gpt = TinyGPT()
-        >>> gpt.decode(gpt.encode("Hello.\nHello."))
-        'Hello.\nHello.'
+        >>> gpt.decode(gpt.encode("Hello.\n  Hello."))
+        'Hello.\n  Hello.'
         """
         text = "".join(self.pieces[token] for token in tokens)
         return re.sub(r"^ ", "", text.removeprefix("\n"), flags=re.MULTILINE)
@@ -268,12 +276,12 @@ def encode(text: str, numbers: Mapping[str, int]) -> list[int]:
 
     Args:
         text: The text.
-        numbers: Number of each piece; every ASCII character is one.
+        numbers: Number of each piece; every printable ASCII character is one, and the newline.
 
     Returns:
         The numbers of the pieces; a newline comes first.
     """
-    text = "\n" + mark_lines(text.encode("ascii", "replace").decode())
+    text = "\n" + mark_lines(re.sub(r"[^\n -~]", "?", text))
     longest, at, tokens = max(map(len, numbers)), 0, []
     while at < len(text):
         length = next(n for n in range(min(longest, len(text) - at), 0, -1) if text[at : at + n] in numbers)
@@ -295,7 +303,7 @@ def _rms_norm(x: Floats, weight: Floats) -> Floats:
 
 def _read_safetensors(
     content: bytes,
-) -> tuple[Mapping[str, Any], Mapping[str, Any], Sequence[str], Mapping[str, Floats]]:
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Sequence[str], Mapping[str, Any]]:
     """Read config, about, pieces and arrays: eight bytes of length, a JSON header, then the numbers."""
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -305,19 +313,14 @@ def _read_safetensors(
         raise ValueError("another kind of model")
     if config["vocabulary"] != len(pieces) or config["activation"] != "relu2":
         raise ValueError("not a model of word pieces with the activation relu2")
-    arrays = {
-        name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]])
-        .reshape(entry["shape"])
-        .astype(np.float64)
-        for name, entry in header.items()
-    }
-    factors = {name.removesuffix(FACTOR): arrays.pop(name) for name in header if name.endswith(FACTOR)}
     return (
         config,
         about,
         pieces,
         {
-            name: array * factors[name][:, None] if name in factors else array
-            for name, array in arrays.items()
+            name: np.frombuffer(data[slice(*entry["data_offsets"])], DTYPES[entry["dtype"]]).reshape(
+                entry["shape"]
+            )
+            for name, entry in header.items()
         },
     )

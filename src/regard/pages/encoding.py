@@ -22,7 +22,7 @@ class EncodedArray:
 
     Attributes:
         text: Base64 of the compressed numbers.
-        encoding: How the numbers are stored: "half", "float", "double", "byte" or "differences".
+        encoding: How the numbers are stored: "half", "float", "double", "byte", "int8" or "differences".
         shape: Shape of the array.
         early: Store the array before the script, because the page draws it before the whole file is loaded.
     """
@@ -45,7 +45,7 @@ def encode_array(array: Array, *, early: bool = False) -> EncodedArray:
     <half (512, 64), ...B>
 
     Args:
-        array: Numbers of any shape. float16, float32, float64 and uint8 are stored exactly, other integers as
+        array: Numbers of any shape. float16, float32, float64, uint8 and int8 are stored exactly, other integers as
             differences in int32.
         early: Store the array before the script of the page.
     """
@@ -54,11 +54,16 @@ def encode_array(array: Array, *, early: bool = False) -> EncodedArray:
     if array.dtype == np.float16:
         # One byte of a half holds sign, exponent and few digits, the other is noise: compress each plane by itself.
         encoding, dtype, planes, strategy = "half", "<f2", 2, zlib.Z_RLE
-    elif array.dtype.kind in "iu" and array.dtype != np.uint8:
+    elif array.dtype.kind in "iu" and array.dtype.itemsize > 1:
         encoding, dtype = "differences", "<i4"
         array = np.diff(array.ravel(), prepend=0).reshape(array.shape)
     else:
-        encodings = {"f4": ("float", "<f4"), "f8": ("double", "<f8"), "u1": ("byte", "u1")}
+        encodings = {
+            "f4": ("float", "<f4"),
+            "f8": ("double", "<f8"),
+            "u1": ("byte", "u1"),
+            "i1": ("int8", "i1"),
+        }
         encoding, dtype = encodings[array.dtype.str[1:]]
     numbers = np.ascontiguousarray(array.astype(dtype, copy=False)).reshape(-1)
     columns = numbers.view(np.uint8).reshape(-1, planes) if planes > 1 else numbers.view(np.uint8)[:, None]

@@ -8,6 +8,7 @@ import { createPairSearch } from "../components/pairSearch.js";
 import { createTextView } from "../components/textView.js";
 import { parseInRange, readUrlState, updateUrlState } from "../components/urlState.js";
 import { createWeightMap, REDUCTIONS } from "../components/weightMap.js";
+import { createStoredSteps } from "../components/weightSteps.js";
 import { openMatrix } from "../matrix/matrixClient.js";
 
 const data = readRecord();
@@ -42,7 +43,9 @@ function onView(change) {
 }
 const common = { matrix, head: 0, size: data.matrix.size, tokens, queries };
 const details = createCellDetails({ matrix, tokens, queries, goTo: (i, j) => map.goTo(i, j) });
-const map = createWeightMap({ ...common, overview: data.overview, view: state, onCell: details.show, onView });
+const steps = createStoredSteps({ explain: (i, j) => matrix.explain(0, i, j),
+  names: () => ({ query: (n) => queries?.[n] ?? `query ${n}`, key: (n) => tokens?.[n] ?? `key ${n}` }) });
+const map = createWeightMap({ ...common, overview: data.overview, view: state, onCell: details.show, onView, onOpen: steps.show });
 
 // -- The running text, if queries and keys have tokens --
 
@@ -108,7 +111,7 @@ document.getElementById("app").append(
     + "Each point shows how much a token (the query, its row) attends to another (the key, its column). Zoom with the wheel or "
     + "two fingers until each weight has its own cell; drag to move."),
   search.node, hasText ? views : "",
-  el("div", { class: "beside" }, stage, side),
+  el("div", { class: "beside" }, stage, side), steps.node,
   el("div", { class: "go", role: "group", "aria-label": "Go to a cell" }, fields.map((field) => field.node),
     el("button", { type: "button", onclick: goToCell }, "Go to this cell")),
   el("section", { class: "exact" }, el("h2", {}, "About this page"), el("p", {}, data.description), el("p", {}, describeError(data.matrix.error))),

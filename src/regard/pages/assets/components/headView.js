@@ -8,6 +8,7 @@ import { createTextView } from "./textView.js";
 import { paintThumbnail } from "./thumbnails.js";
 import { createTokenLines } from "./tokenLines.js";
 import { createWeightMap } from "./weightMap.js";
+import { createStoredSteps } from "./weightSteps.js";
 
 const MAX_LINE_TOKENS = 64; // so that both columns can be read
 const LINES_HINT = "Point at a token, or select one with the arrow keys, to see its largest weight and both tokens.";
@@ -27,7 +28,7 @@ export function findingElement(finding, location) {
 
 // One matrix for all heads, so that the view stays when the head changes: head n is cell n.
 function combineMatrices(cells) {
-  const methods = ["cell", "row", "block", "tile", "topKeys", "picture"].map((method) =>
+  const methods = ["cell", "explain", "row", "block", "tile", "topKeys", "picture"].map((method) =>
     [method, (n, ...args) => cells[n].matrix()[method](cells[n].pair, ...args)]);
   return Object.fromEntries(methods);
 }
@@ -44,6 +45,9 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
       stepButton(-1, "‹", "Previous head"), stepButton(1, "›", "Next head"), meanButton, el("div", { class: "title" }, title, module), views),
     el("div", { class: "beside" }, stage, el("div", {}, side, about)));
   const matrix = combineMatrices(cells), panels = new Map();
+  const steps = createStoredSteps({ explain: (i, j) => matrix.explain(opened.head, i, j), names: () => opened.names });
+  let opened = null; // the head whose cell was clicked last, and the names of its queries and keys
+  node.append(steps.node);
 
   node.addEventListener("keydown", (event) => {
     if (event.key === "Escape") onBack();
@@ -61,7 +65,11 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
         details.show(queryIndex, keyIndex, answer);
         onView({ query: queryIndex, key: keyIndex });
       };
-      const view = create({ matrix, head, size: shape, tokens, queries, first, overview: cell.overview, view: state, onCell, onView });
+      const onOpen = (i, j) => {
+        opened = { head: panels.get(key).head, names: { query: (n) => queries?.[n] ?? `query ${n}`, key: (n) => tokens?.[n] ?? `key ${n}` } };
+        steps.show(i, j);
+      };
+      const view = create({ matrix, head, size: shape, tokens, queries, first, overview: cell.overview, view: state, onCell, onView, onOpen });
       panels.set(key, { view, details, head, isNew: true });
     }
     return panels.get(key);
@@ -94,6 +102,7 @@ export function createHeadView({ cells, texts, onBack, onStep, onMean, onView })
     const { shape, query_text: queryText, key_text: keyText } = cell.layer, { hasWeights } = cell;
     const available = { map: true, lines: hasWeights && Math.max(...shape) <= MAX_LINE_TOKENS,
       text: hasWeights && queryText !== null && keyText !== null };
+    steps.hide();
     const kind = available[state.view] ? state.view : "map", inputs = [...views.querySelectorAll("input")];
     title.textContent = capitalise(headName(cell));
     module.textContent = cell.layer.module;

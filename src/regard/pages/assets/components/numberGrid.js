@@ -7,6 +7,12 @@ import { formatNumber } from "./format.js";
 
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], Home: [0, -Infinity], End: [0, Infinity] };
 
+function shadeCell(cell, colors, share) {
+  const color = paletteColor(colors, share);
+  cell.style.setProperty("--shade", `rgb(${color})`);
+  cell.style.setProperty("--on-shade", textColor(color));
+}
+
 // `rows` and `columns` are names, or null. `onSelect(i, j)` is called when a cell gets the focus or is clicked, and
 // `onEdit(i, j, number)` after a change; without it the cells cannot be changed.
 export function createNumberGrid({ id, symbol, meaning, rows, columns, shape: [height, width], onSelect, onEdit = null }) {
@@ -105,12 +111,38 @@ export function createNumberGrid({ id, symbol, meaning, rows, columns, shape: [h
       if (!(editor && cell.contains(editor)) && cell.textContent !== text) cell.textContent = text;
       cell.className = `${x === null ? "unknown " : x === -Infinity ? "masked-key " : ""}${kind(i, j)}`;
       cell.setAttribute("aria-selected", String(cell.classList.contains("selected")));
-      if (!share) return;
-      const color = paletteColor(colors, x === null ? 0 : Math.min(share(i, j) || 0, 1));
-      cell.style.setProperty("--shade", `rgb(${color})`);
-      cell.style.setProperty("--on-shade", textColor(color));
+      if (share) shadeCell(cell, colors, x === null ? 0 : Math.min(share(i, j) || 0, 1));
     }));
   }
 
   return { node, cells, draw, select };
+}
+
+// -- Vectors below each other, too long for a line --
+
+// Named rows of numbers, in tables of at most `fold` columns: { node, cells }, where cells[row][column] is a cell. `names` are those
+// of the columns, or null.
+export function createNumberRows({ id, rows, length, fold, names = null }) {
+  const cells = rows.map(() => Array.from({ length }, () => el("td")));
+  const starts = Array.from({ length: Math.ceil(length / fold) }, (_, n) => n * fold);
+  const node = el("div", { id, class: "folded" }, starts.map((start) => {
+    const columns = Array.from({ length: Math.min(fold, length - start) }, (_, n) => start + n);
+    return el("table", { class: "grid" },
+      el("thead", {}, el("tr", {}, el("td", {}), columns.map((k) => el("th", { scope: "col" }, names ? tokenElement(names[k]) : `${k}`)))),
+      el("tbody", {}, rows.map((name, i) => el("tr", {}, el("th", { scope: "row" }, name), columns.map((k) => cells[i][k])))));
+  }));
+  return { node, cells };
+}
+
+// Write numbers into such rows, each row in its own format; those of the row `shaded` are coloured by their size.
+export function fillRows(cells, rows, shaded = -1) {
+  const colors = createPalette();
+  cells.forEach((row, i) => {
+    const numbers = Array.from(rows[i]), format = cellFormat(numbers), most = Math.max(...numbers.map(Math.abs)) || 1;
+    row.forEach((cell, k) => {
+      cell.dataset.value = `${numbers[k]}`;
+      cell.textContent = format(numbers[k]);
+      if (i === shaded) shadeCell(cell, colors, Math.abs(numbers[k]) / most);
+    });
+  });
 }

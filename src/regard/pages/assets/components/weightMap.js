@@ -27,20 +27,22 @@ const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 
 // size: [rows, columns]. tokens name the keys, queries the rows; either may be null. overview: a record of `encode_overview`, or
 // null. view: { row, column, zoom, query, key, reduce }, any of them missing or null. `onView(view)` is called when the view changes,
-// `onCell(i, j, { weight, masked })` when a cell is selected, with null while its weight is being computed. Returns the
-// node, goTo(row, column), show(view), setHead(head, overview), setMarks(marks), and `ready`, a promise of the first picture.
-export function createWeightMap({ matrix, head = 0, size, tokens, queries, overview = null, view = {}, onCell, onView }) {
-  const [rows, columns] = size;
-  const canvas = el("canvas", { class: "map", tabindex: "0", role: "application", "aria-describedby": "map-status",
-    "aria-label": `Map of ${formatCount(rows)} queries down and ${formatCount(columns)} keys across. `
-      + "Arrow keys select a cell, plus and minus zoom, Home shows the whole map." });
+// `onCell(i, j, { weight, masked })` when a cell is selected, with null while its weight is being computed, and `onOpen(i, j)` when
+// it is clicked, or chosen with Enter. Returns the node, goTo(row, column), show(view), setHead(head, overview), setMarks(marks),
+// setText(size, tokens, queries) for another text, which setHead draws, and `ready`, a promise of the first picture.
+export function createWeightMap({ matrix, head = 0, size, tokens, queries, overview = null, view = {}, onCell, onView, onOpen = null }) {
+  let [rows, columns] = size;
+  const canvas = el("canvas", { class: "map", tabindex: "0", role: "application", "aria-describedby": "map-status" });
+  const labelMap = () => canvas.setAttribute("aria-label", `Map of ${formatCount(rows)} queries down and ${formatCount(columns)} keys across. `
+    + `Arrow keys select a cell, ${onOpen ? "Enter shows how its weight arose, " : ""}plus and minus zoom, Home shows the whole map.`);
   const box = el("div", { class: "map-box" }, canvas);
   const status = el("p", { class: "map-status", id: "map-status", role: "status" });
   const range = el("span", { class: "map-range" });
   const legend = el("span");
   const at = { row: rows / 2, column: columns / 2, zoom: 0 }; // the centre, and pixels per weight
   const cell = { query: null, key: null };
-  const tiles = createTileCache({ matrix, size, render: renderTile, onChange: draw, onError: fail });
+  const createTiles = (newSize) => createTileCache({ matrix, size: newSize, render: renderTile, onChange: draw, onError: fail });
+  let tiles = createTiles(size);
   let scale = null, colors = null, levels = null, overviewImage = null, frame = null, cellRequest = null, failure = "";
   let marks = { rows: null, columns: null };
   let overviewScale = 0; // the width in pixels that the overview was painted for
@@ -287,7 +289,10 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
 
   listenToPointers(canvas, {
     onHover: (x, y) => withCellAt(x, y, (i, j) => selectCell(i, j, false)),
-    onSelect: (x, y) => withCellAt(x, y, (i, j) => selectCell(i, j, true)),
+    onSelect: (x, y) => withCellAt(x, y, (i, j) => {
+      selectCell(i, j, true);
+      onOpen?.(i, j);
+    }),
     onMove: move,
     onZoom: zoomBy,
     isZoomedOut,
@@ -303,9 +308,11 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
       PageUp: [i - page, j], PageDown: [i + page, j],
     }[event.key];
     const factor = { "+": 2, "=": 2, "-": 0.5, Home: 0 }[event.key];
-    if (!target && factor === undefined) return;
+    const isOpened = event.key === "Enter" && onOpen && cell.query !== null;
+    if (!target && factor === undefined && !isOpened) return;
     event.preventDefault();
-    if (target) selectAndFollow(...target);
+    if (isOpened) onOpen(cell.query, cell.key);
+    else if (target) selectAndFollow(...target);
     else zoomAtCell(factor);
   });
 
@@ -356,6 +363,14 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     return loadLevels();
   }
 
+  function setText(newSize, newTokens, newQueries) {
+    [[rows, columns], tokens, queries, tiles] = [newSize, newTokens, newQueries, createTiles(newSize)];
+    Object.assign(at, { row: rows / 2, column: columns / 2, zoom: 0 });
+    Object.assign(cell, { query: null, key: null });
+    labelMap();
+    resize();
+  }
+
   async function setHead(newHead, newOverview) {
     [head, overview] = [newHead, newOverview];
     setColors(scale ? scale.isLog : columns > LINEAR_KEYS);
@@ -382,5 +397,6 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     marks = newMarks;
     draw();
   }
-  return { node, goTo, show, setHead, setMarks, ready: setHead(head, overview) };
+  labelMap();
+  return { node, goTo, show, setHead, setMarks, setText, ready: setHead(head, overview) };
 }

@@ -1,23 +1,11 @@
 // What a head looks at, in words, measured on one text.
 
-const SPACES = new Set([10, 32]), MARKS = new Set(Array.from(".,!?", (mark) => mark.charCodeAt(0)));
-
-// For each letter the position of the last space before its word, or −1.
-function wordStarts(bytes) {
+// For each token the position of the last mark before it (comma, full stop and such), or −1.
+function lastMarks(tokens, isMark) {
   let last = -1;
-  return Array.from(bytes, (byte, i) => {
-    const start = last;
-    if (SPACES.has(byte)) last = i;
-    return start;
-  });
-}
-
-// For each letter the position of the last comma, full stop or other mark before it, or −1.
-function lastMarks(bytes) {
-  let last = -1;
-  return Array.from(bytes, (byte, i) => {
+  return Array.from(tokens, (token, i) => {
     const mark = last;
-    if (MARKS.has(byte)) last = i;
+    if (isMark(token)) last = i;
     return mark;
   });
 }
@@ -41,24 +29,22 @@ function meanWeight(map, n, isOn) {
 
 // Habits in the order in which they are tried: the words, which keys, and the mean weight from which the words are used.
 const HABITS = [
-  ["the letter before", (i, j) => j === i - 1, 0.45],
-  ["the letter itself", (i, j) => j === i, 0.45],
-  ["the letter two before", (i, j) => j === i - 2, 0.45],
-  ["the letter that came next the last time (an induction head)", (i, j, bytes) => j > 0 && bytes[j - 1] === bytes[i] && j - 1 < i, 0.45],
-  ["earlier copies of the same letter", (i, j, bytes) => j < i && bytes[j] === bytes[i], 0.45],
-  ["the space before the word", (i, j, bytes, starts) => j === starts[i] && starts[i] >= 0, 0.4],
-  ["the last comma or full stop", (i, j, bytes, starts, marks) => j === marks[i] && marks[i] >= 0, 0.3],
-  ["the first letter of the text", (i, j) => j === 0, 0.5],
-  ["the letters of the word so far", (i, j, bytes, starts) => j > starts[i], 0.6],
-  ["the last eight letters", (i, j) => i - j < 8, 0.6],
+  ["the token before", (i, j) => j === i - 1, 0.45],
+  ["the token itself", (i, j) => j === i, 0.45],
+  ["the token two before", (i, j) => j === i - 2, 0.45],
+  ["the token that came next the last time (an induction head)", (i, j, tokens) => j > 0 && tokens[j - 1] === tokens[i] && j - 1 < i, 0.45],
+  ["earlier copies of the same token", (i, j, tokens) => j < i && tokens[j] === tokens[i], 0.45],
+  ["the start of the text", (i, j) => j === 0, 0.5],
+  ["the last comma or full stop", (i, j, tokens, marks) => j === marks[i] && marks[i] > 0, 0.3],
+  ["the last four tokens", (i, j) => i - j < 4, 0.6],
 ];
 
 // { text, share }: where most of the weight of a head lies, and its mean share.
-export function describeHabit(map, bytes) {
-  const n = bytes.length, starts = wordStarts(bytes), marks = lastMarks(bytes);
+export function describeHabit(map, tokens, isMark) {
+  const n = tokens.length, marks = lastMarks(tokens, isMark);
   for (const [text, isOn, least] of HABITS) {
-    const share = meanWeight(map, n, (i, j) => isOn(i, j, bytes, starts, marks));
+    const share = meanWeight(map, n, (i, j) => isOn(i, j, tokens, marks));
     if (share >= least) return { text, share };
   }
-  return { text: "letters all over the text", share: meanWeight(map, n, (i, j) => i - j >= 8) };
+  return { text: "tokens all over the text", share: meanWeight(map, n, (i, j) => i - j >= 4) };
 }

@@ -1,11 +1,11 @@
 // The maps of all heads for the reader's text: small ones to choose from, and the chosen one with its weights.
 import { describeHabit } from "./headHabits.js";
-import { formatShare, letterName } from "./letters.js";
+import { formatPoints, formatShare } from "./tokens.js";
 import { createPalette } from "../components/colorScale.js";
 import { el } from "../components/dom.js";
-import { createLetterStrip } from "./letterStrip.js";
-
-const nameOf = (pair, heads) => `layer ${Math.floor(pair / heads) + 1}, head ${(pair % heads) + 1}`;
+import { createWeightMap } from "../components/weightMap.js";
+import { MASKED } from "../matrix/weights.js";
+import { createTokenStrip } from "./tokenStrip.js";
 
 // Paint the lower triangle of a map (n, n) with one pixel for each weight; the colour goes with the square root of the weight.
 function paint(canvas, map, n, colors) {
@@ -21,68 +21,81 @@ function paint(canvas, map, n, colors) {
   context.putImageData(image, 0, 0);
 }
 
-// `onHead(pair)`, `onSwitch(pair, isOn)` and `onSelect(position)` are called when the reader chooses.
-export function createHeadMaps({ layers, heads }, { onHead, onSwitch, onSelect }) {
+// The methods of a matrix that a map needs, for maps (layers · heads, n, n) as `current()` returns them.
+function createMatrix(current) {
+  const weightOf = (pair, i, j) => {
+    const { maps, n } = current();
+    return j > i ? MASKED : maps[(pair * n + i) * n + j];
+  };
+  return {
+    cell: async (pair, i, j) => ({ weight: Math.max(weightOf(pair, i, j), 0), masked: j > i }),
+    // The largest weight of each point; in a narrow window a point may be several weights.
+    async picture(pair, top, down, height, left, across, width) {
+      const { maps, n } = current();
+      return maps && Float32Array.from({ length: height * width }, (_, at) => {
+        const i = top + Math.floor(at / width) * down, j = left + (at % width) * across;
+        let most = MASKED;
+        for (let a = i; a < Math.min(i + down, n); a++) for (let b = j; b < Math.min(j + across, n); b++) most = Math.max(most, weightOf(pair, a, b));
+        return most;
+      });
+    },
+  };
+}
+
+// `onHead(pair)`, `onSwitch(pair, isOn)`, `onSelect(position)` and `onOpen(i, j)`, for a cell of the map, are called when the reader chooses.
+export function createHeadMaps({ layers, heads }, tokenizer, { onHead, onSwitch, onSelect, onOpen }) {
+  const nameOf = (pair) => `layer ${Math.floor(pair / heads) + 1}, head ${(pair % heads) + 1}`;
   const cards = Array.from({ length: layers * heads }, (_, pair) => {
     const canvas = el("canvas", { width: "1", height: "1", "aria-hidden": "true" });
     const effect = el("span", { class: "effect" });
-    const button = el("button", { type: "button", class: "head-button", "data-pair": `${pair}`, onclick: () => onHead(pair) }, canvas, effect);
-    const input = el("input", { type: "checkbox", checked: true, "data-pair": `${pair}`, "aria-label": `${nameOf(pair, heads)} is on`, onchange: (event) => onSwitch(pair, event.target.checked) });
+    const button = el("button", { type: "button", class: "head-button", "data-pair": `${pair}`, "aria-label": `Show ${nameOf(pair)}`, onclick: () => onHead(pair) }, canvas, effect);
+    const input = el("input", { type: "checkbox", checked: true, "data-pair": `${pair}`, "aria-label": `${nameOf(pair)} is on`, onchange: (event) => onSwitch(pair, event.target.checked) });
     return { canvas, effect, button, input, node: el("div", { class: "head-card" }, button, el("label", { class: "switch" }, input, "on")) };
   });
   const grid = el("div", { class: "head-table" }, Array.from({ length: layers }, (_, layer) => [
-    el("span", { class: "layer-name" }, `layer ${layer + 1}`), cards.slice(layer * heads, (layer + 1) * heads).map((card) => card.node)]));
+    el("span", { class: "layer-name" }, `layer ${layer + 1}`), el("div", { class: "layer-heads" }, cards.slice(layer * heads, (layer + 1) * heads).map((card) => card.node))]));
   grid.style.setProperty("--heads", `${heads}`);
   const title = el("h3", { id: "head-title" }), habit = el("p", { id: "habit" }), status = el("p", { class: "map-note", id: "cell" });
-  const map = el("canvas", { id: "head-map", role: "img" });
-  const strip = createLetterStrip("head-strip", "Weights of the head, by letter", "weight", onSelect);
+  const strip = createTokenStrip("head-strip", "Weights of the head, by token", "weight", tokenizer, onSelect);
   const stripNote = el("p", { class: "map-note", id: "strip-note" });
-  const rowMark = el("span", { class: "row-mark", "aria-hidden": "true" });
-  const detail = el("div", { class: "head-detail" }, title, habit, stripNote, strip.node, el("div", { class: "map-frame" }, map, rowMark), status);
-  let shown = null;
-
-  const cellAt = (event) => {
-    const size = map.clientWidth / shown.n;
-    return [Math.floor(event.offsetY / size), Math.floor(event.offsetX / size)].map((x) => Math.min(Math.max(x, 0), shown.n - 1));
-  };
-  map.addEventListener("click", (event) => shown && onSelect(cellAt(event)[0]));
-  map.addEventListener("pointermove", (event) => {
-    if (!shown) return;
-    const [i, j] = cellAt(event), { bytes, weights, n } = shown;
-    status.textContent = j > i ? "White: a letter cannot look at letters that come after it."
-      : `${letterName(bytes[i])} looks at ${letterName(bytes[j])}, ${i - j === 0 ? "itself" : `${i - j} before`}: ${formatShare(weights[i * n + j])}`;
-  });
+  const isMark = (token) => /^[.,!?]$/.test(tokenizer.sign(token));
+  let shown = { tokens: [], maps: null, n: 1, pair: 0 };
+  const map = createWeightMap({ matrix: createMatrix(() => shown), size: [1, 1], tokens: [""], queries: [""], onOpen, onCell: (i, j, answer) => {
+    if (!answer || i >= shown.n) return;
+    const name = (position) => tokenizer.name(shown.tokens[position]);
+    status.textContent = answer.masked ? "A token cannot look at tokens that come after it." : `${name(i)} looks at ${name(j)}, ${i - j === 0 ? "itself" : `${i - j} before`}: ${formatShare(answer.weight)}`;
+  } });
+  const detail = el("div", { class: "head-detail" }, title, habit, stripNote, strip.node,
+    el("p", { class: "map-note" }, "Rows: the token that looks. Columns: the token it looks at. Click a cell, or press Enter on it, to see how its weight arose."), map.node, status);
 
   // maps: (layers · heads, n, n); off: 1 for each head that is switched off.
-  function draw({ maps, bytes, position, pair, off }) {
-    const n = bytes.length, colors = createPalette(), weights = maps.subarray(pair * n * n, (pair + 1) * n * n);
-    shown = { bytes, weights, n };
+  function draw({ maps, tokens, position, pair, off }) {
+    const n = tokens.length, colors = createPalette(), weights = maps.subarray(pair * n * n, (pair + 1) * n * n);
+    const isNewText = tokens !== shown.tokens, isNew = maps !== shown.maps || pair !== shown.pair;
+    shown = { tokens, maps, n, pair };
+    if (isNewText) map.setText([n, n], ...[0, 1].map(() => Array.from(tokens, tokenizer.sign)));
+    if (isNew) map.setHead(pair, null);
+    map.setMarks({ rows: [position], columns: null });
     cards.forEach(({ canvas, button, input, node }, index) => {
       paint(canvas, maps.subarray(index * n * n, (index + 1) * n * n), n, colors);
       input.checked = !off[index];
       node.classList.toggle("off", off[index] === 1);
       button.setAttribute("aria-pressed", `${index === pair}`);
-      button.setAttribute("aria-label", `Show ${nameOf(index, heads)}`);
     });
-    paint(map, weights, n, colors);
-    rowMark.style.top = `${(100 * position) / n}%`;
-    rowMark.style.height = `${100 / n}%`;
-    const found = describeHabit(weights, bytes), row = weights.subarray(position * n, position * n + n);
+    const found = describeHabit(weights, tokens, isMark), row = weights.subarray(position * n, position * n + n);
     title.textContent = `Layer ${Math.floor(pair / heads) + 1}, head ${(pair % heads) + 1}${off[pair] ? " (switched off)" : ""}`;
     habit.replaceChildren("In this text it looks mostly at ", el("b", {}, found.text), `: ${formatShare(found.share)} of its weight.`);
-    map.setAttribute("aria-label", `Map of ${nameOf(pair, heads)}: each row is a letter, each column a letter it may look at`);
-    stripNote.replaceChildren(`Where ${letterName(bytes[position])} (letter ${position + 1}) looks:`);
-    strip.draw(bytes, row, position, (i) => (i > position ? ", later" : `, weight ${formatShare(row[i])}`));
-    status.textContent = "Rows: the letter that looks. Columns: the letter it looks at. The darker, the more weight.";
+    stripNote.replaceChildren(`Where ${tokenizer.name(tokens[position])} (token ${position}) looks:`);
+    strip.draw(tokens, row, position, (i) => (i > position ? ", later" : `, weight ${formatShare(row[i])}`));
+    if (isNewText) status.textContent = "";
   }
 
   // effects: the change of a probability for each head, or null for none.
   function drawEffects(effects) {
     const most = effects && Math.max(...effects.map((x) => Math.abs(x ?? 0)));
     cards.forEach(({ effect, node }, pair) => {
-      const change = effects?.[pair];
-      const share = change === undefined || change === null ? "" : formatShare(Math.abs(change));
-      effect.textContent = share === "" || share === "0 %" ? share : `${change > 0 ? "+" : "−"}${share}`;
+      const change = effects?.[pair] ?? null, points = change === null ? "" : formatPoints(Math.abs(change));
+      effect.textContent = points === "" || points === "0" ? points : `${change > 0 ? "+" : "−"}${points}`;
       node.classList.toggle("matters", Boolean(change) && Math.abs(change) === most && most > 0.005);
     });
   }

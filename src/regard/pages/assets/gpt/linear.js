@@ -1,4 +1,4 @@
-// The arithmetic of the layers, in float64.
+// The arithmetic of the layers, in float64; the weights are stored in float32.
 
 const EPSILON = 2 ** -23; // of torch's RMSNorm in float32
 const LANES = 4; // outputs whose weights are stored together
@@ -6,12 +6,22 @@ const LANES = 4; // outputs whose weights are stored together
 // Weights (outWidth, inWidth) in the order in which `linear` reads them: those of four outputs beside each other. The number of
 // outputs is a multiple of four.
 export function packWeights(shape, numbers) {
-  const [outWidth, inWidth] = shape, packed = new Float64Array(numbers.length);
+  const [outWidth, inWidth] = shape, packed = new Float32Array(numbers.length);
   for (let o = 0; o < outWidth; o++) {
     const at = (o - (o % LANES)) * inWidth + (o % LANES);
     for (let k = 0; k < inWidth; k++) packed[at + LANES * k] = numbers[o * inWidth + k];
   }
   return { outWidth, inWidth, packed };
+}
+
+// The weights in the order in which they were before, (outWidth, inWidth).
+export function unpackWeights({ outWidth, inWidth, packed }) {
+  const numbers = new Float32Array(packed.length);
+  for (let o = 0; o < outWidth; o++) {
+    const at = (o - (o % LANES)) * inWidth + (o % LANES);
+    for (let k = 0; k < inWidth; k++) numbers[o * inWidth + k] = packed[at + LANES * k];
+  }
+  return numbers;
 }
 
 // output[i] = weights · input[i] + bias for rows from ≤ i < to; bias may be null. Two rows and four outputs at a time, so that
@@ -49,13 +59,18 @@ export function linear(input, from, to, { outWidth, inWidth, packed }, bias, out
   }
 }
 
+// What a norm multiplies `width` numbers from `at` by: 1 / the root of their mean square.
+export function normFactor(input, at, width) {
+  let sum = 0;
+  for (let k = at; k < at + width; k++) sum += input[k] * input[k];
+  return 1 / Math.sqrt(sum / width + EPSILON);
+}
+
 // Divide each row by the root of its mean square, and multiply it by the weights of the norm.
 export function rmsNorm(input, from, to, weight, output) {
   const width = weight.length;
   for (let i = from; i < to; i++) {
-    let sum = 0;
-    for (let k = i * width; k < (i + 1) * width; k++) sum += input[k] * input[k];
-    const factor = 1 / Math.sqrt(sum / width + EPSILON);
+    const factor = normFactor(input, i * width, width);
     for (let k = 0; k < width; k++) output[i * width + k] = input[i * width + k] * factor * weight[k];
   }
 }

@@ -31,9 +31,10 @@ function connect() {
   });
 }
 
-// Resolve to { embedding, ask }: `ask(method, args)` resolves to the value of the worker's method, see workerApi.js.
+// Resolve to { unembedding, ask }: `ask(method, args)` resolves to the value of the worker's method, see workerApi.js.
 export async function openModel(record) {
-  const [send, base64] = await Promise.all([connect(), loadText(record.weights.array)]);
+  const stored = [record.weights, record.vectors];
+  const [send, ...texts] = await Promise.all([connect(), ...stored.map(({ array }) => loadText(array))]);
   let requests = 0;
   async function ask(method, args = {}) {
     const start = performance.now(), reply = await send({ request: ++requests, method, ...args });
@@ -41,7 +42,8 @@ export async function openModel(record) {
     performance.measure(method, { start, end: performance.now(), detail: reply.duration });
     return reply.value;
   }
-  const embedding = await ask("load", { record: { config: record.config, shapes: record.shapes }, encoding: record.weights.encoding, base64 });
-  document.getElementById(`array${record.weights.array}`).remove(); // the worker has it now
-  return { embedding, ask };
+  const arrays = stored.map(({ encoding }, n) => ({ encoding, base64: texts[n] }));
+  const unembedding = await ask("load", { record: { config: record.config, shapes: record.shapes }, arrays });
+  for (const { array } of stored) document.getElementById(`array${array}`).remove(); // the worker has it now
+  return { unembedding, ask };
 }

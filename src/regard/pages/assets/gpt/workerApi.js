@@ -1,50 +1,54 @@
 // The worker's side of the model: it holds the weights and answers one request at a time.
 import { decodeArray } from "../matrix/payload.js";
+import { unpackWeights } from "./linear.js";
 import { createTransformer, splitTensors } from "./transformer.js";
 
 // Return a function from a message { request, method, … } to a promise of its reply { request, value | error, duration }.
 export function createModelApi() {
   // One instance for the heads as they are switched, one with all heads, one to try heads: each keeps what it computed.
-  let chosen = null, intact = null, trial = null, tensors = null, config = null, text = new Uint8Array(0);
+  let chosen = null, intact = null, trial = null, config = null, text = new Uint16Array(0);
 
   const methods = {
-    async load({ record, encoding, base64 }) {
+    // Resolves to the numbers that a guess compares the stream with, (vocabulary, width).
+    async load({ record, arrays }) {
       config = record.config;
-      tensors = splitTensors(record.shapes, await decodeArray(encoding, base64));
+      const tensors = splitTensors(record.shapes, ...(await Promise.all(arrays.map(({ encoding, base64 }) => decodeArray(encoding, base64)))));
       [chosen, intact, trial] = [0, 1, 2].map(() => createTransformer(config, tensors));
-      return Float32Array.from(tensors["embedding.weight"]);
+      return unpackWeights(tensors["unembedding.weight"]);
     },
-    // The guesses for each next byte (n, vocabulary), those with all heads on, and the maps of all heads.
-    read({ bytes, off }) {
-      text = bytes;
-      chosen.read(bytes, off);
-      const guess = Float32Array.from(chosen.guess());
+    // The guesses for each next token (n, vocabulary), those with all heads on, and the maps of all heads.
+    read({ tokens, off }) {
+      text = tokens;
+      chosen.read(tokens, off);
+      const guess = chosen.guess().slice();
       if (!off.includes(1)) return { guess, intact: guess, maps: chosen.maps() };
-      intact.read(bytes);
-      return { guess, intact: Float32Array.from(intact.guess()), maps: chosen.maps() };
+      intact.read(tokens);
+      return { guess, intact: intact.guess().slice(), maps: chosen.maps() };
     },
-    // The guesses at every place of the residual stream: for each letter the best byte and its probability (places, n), and
-    // all probabilities for one letter (places, vocabulary).
+    // For each token and each layer (after its MLP; the first is the embedding) the best guess and its probability (layers + 1, n),
+    // and all probabilities for one token at every place of the residual stream (places, vocabulary).
     lens({ position }) {
-      const { places } = chosen, { vocabulary } = config, n = text.length;
-      const best = new Uint8Array(places * n), probability = new Float32Array(places * n), all = new Float32Array(places * vocabulary);
-      for (let place = 0; place < places; place++) {
-        const guess = chosen.guess(place);
+      const { places } = chosen, { vocabulary, layers } = config, n = text.length;
+      const best = new Uint16Array((layers + 1) * n), probability = new Float32Array(best.length), all = new Float32Array(places * vocabulary);
+      for (let layer = 0; layer <= layers; layer++) {
+        const guess = chosen.guess(2 * layer);
         for (let i = 0; i < n; i++) {
           let top = i * vocabulary;
-          for (let b = top; b < (i + 1) * vocabulary; b++) if (guess[b] > guess[top]) top = b;
-          best[place * n + i] = top - i * vocabulary;
-          probability[place * n + i] = guess[top];
+          for (let k = top; k < (i + 1) * vocabulary; k++) if (guess[k] > guess[top]) top = k;
+          best[layer * n + i] = top - i * vocabulary;
+          probability[layer * n + i] = guess[top];
         }
-        all.set(guess.subarray(position * vocabulary, (position + 1) * vocabulary), place * vocabulary);
       }
+      for (let place = 0; place < places; place++) all.set(chosen.guessAt(place, position), place * vocabulary);
       return { best, probability, all };
     },
-    // The guess for one letter without one more head, (vocabulary).
-    without({ bytes, off, position }) {
-      trial.read(bytes.subarray(0, position + 1), off);
-      return Float32Array.from(trial.guess().subarray(position * config.vocabulary));
+    // The guess for one token without one more head, (vocabulary).
+    without({ tokens, off, position }) {
+      trial.read(tokens.subarray(0, position + 1), off);
+      return trial.guessAt(trial.places - 1, position).slice();
     },
+    // How a weight of a head arose, and what it does.
+    explain: ({ pair, query, key }) => chosen.explain(pair, query, key),
   };
 
   return async ({ request, method, ...args }) => {

@@ -107,13 +107,14 @@ async function request(matrix, record, head, method, args, { signal = null, urge
 // A matrix of the page. Every method takes a head (the number of a pair, or MEAN) and may take { signal, urgent } as its last
 // argument; it resolves to null if the signal aborted it.
 //   cell(head, i, j)                        { weight, masked }
+//   explain(head, i, j)                     how the weight arose, or null; see weights.js
 //   row(head, i)                            Float32Array of all weights
 //   block(head, rows, columns)              Float32Array, rows × columns; columns ascend
 //   tile(head, rowStart, rowStep, rowCount, columnStart, columnStep, columnCount)    Float32Array
 //   topKeys(head, i, count)                 [{ key, weight }], the largest first
 //   topPairs(head, rows, columns, count)    [{ row, column, weight }], the largest first; columns ascend
 //   picture(head, …as tile…, probes, reduce)  Float32Array of maxima or means, MASKED where all is masked; see weights.js
-const ARGUMENT_COUNTS = { cell: 2, row: 1, block: 2, tile: 6, topKeys: 2, topPairs: 3, picture: 8 };
+const ARGUMENT_COUNTS = { cell: 2, explain: 2, row: 1, block: 2, tile: 6, topKeys: 2, topPairs: 3, picture: 8 };
 
 export function openMatrix(record) {
   const matrix = matrixCount++;

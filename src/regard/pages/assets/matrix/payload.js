@@ -28,6 +28,7 @@ function buildHalfTable() {
 export async function decodeArray(encoding, text) {
   const buffer = await inflate(decodeBase64(text));
   if (encoding === "byte") return new Uint8Array(buffer);
+  if (encoding === "int8") return new Int8Array(buffer);
   if (encoding === "float") return new Float32Array(buffer);
   if (encoding === "double") return new Float64Array(buffer);
   if (encoding === "differences") {

@@ -1,6 +1,8 @@
 // The lazy matrix: from query and key in half precision and the lse of each row, any weight is exp(score − lse).
 // A head is a plain object of numbers and typed arrays, as `loadHead` returns it.
 
+import { summariseRow } from "./attentionSteps.js";
+
 export const MASKED = -1; // in place of a weight
 
 // -- Loading a head --
@@ -33,6 +35,7 @@ export async function loadHead(record, pair, load) {
     keys: record.size[1],
     headDim: record.head_dim,
     scale: record.scale * 2 ** -(query.exponent + key.exponent),
+    exponents: [query.exponent, key.exponent],
     query: await load(query.numbers),
     key: await load(key.numbers),
     lse: await load(record.lse[pair]),
@@ -107,6 +110,19 @@ const maskedToZero = (weight) => (weight === MASKED ? 0 : weight); // NaN stays
 export function cellWeight(head, i, j) {
   const [weight] = fillRow(head, i, [j], new Float64Array(1));
   return { weight: maskedToZero(weight), masked: weight === MASKED };
+}
+
+// How the weight of a cell arose, as `components/weightSteps.js` shows it; null for a mean over heads, which has no score.
+export function explainCell(head, i, j) {
+  if (head.members) return null;
+  const { headDim, scale, exponents, offsets, edges } = head, half = edges.length / 2, scores = new Float64Array(head.keys).fill(-Infinity);
+  for (let interval = offsets[i]; interval < offsets[i + 1]; interval++) {
+    for (let key = edges[interval]; key < edges[half + interval]; key++) {
+      scores[key] = modifyScore(head, scale * dotProduct(head.query, head.key, i * headDim, key * headDim, headDim), i, key);
+    }
+  }
+  const vector = (array, n, exponent) => Float64Array.from(array.subarray(n * headDim, (n + 1) * headDim), (x) => x * 2 ** -exponent);
+  return { query: vector(head.query, i, exponents[0]), key: vector(head.key, j, exponents[1]), scale: scale * 2 ** (exponents[0] + exponents[1]), ...summariseRow(scores, j, head.lse[i]) };
 }
 
 // All weights of a row, 0 where masked.

@@ -1,9 +1,9 @@
 // The worker's side of the lazy matrix: it holds arrays and heads, and answers one request at a time.
 import { decodeArray } from "./payload.js";
-import { blockWeights, cellWeight, loadHead, pooledPicture, rowWeights, tileWeights, topKeys, topPairs } from "./weights.js";
+import { blockWeights, cellWeight, explainCell, loadHead, pooledPicture, rowWeights, tileWeights, topKeys, topPairs } from "./weights.js";
 
 const METHODS = {
-  block: blockWeights, cell: cellWeight, picture: pooledPicture, row: rowWeights, tile: tileWeights, topKeys, topPairs,
+  block: blockWeights, cell: cellWeight, explain: explainCell, picture: pooledPicture, row: rowWeights, tile: tileWeights, topKeys, topPairs,
 };
 
 // Return a function from a message to a promise of its reply, null for a message that only brings data.

@@ -1,11 +1,10 @@
-// The letters of a text, each with a shade; one is selected, with the pointer or the arrow keys.
-import { letterName, letterSign } from "./letters.js";
+// The tokens of a text, each with a shade; one is selected, with the pointer or the arrow keys.
 import { el } from "../components/dom.js";
 
 const LIGHT = 40, DARK = 72; // per cent of the colour; between them no text can be read
 
-// kind: "surprise" or "weight", which selects the colour. `onSelect(position)` is called when a letter is selected.
-export function createLetterStrip(id, label, kind, onSelect) {
+// kind: "surprise" or "weight", which selects the colour. `onSelect(position)` is called when a token is selected.
+export function createTokenStrip(id, label, kind, tokenizer, onSelect) {
   const node = el("div", { id, class: `strip ${kind}`, role: "listbox", tabindex: "0", "aria-label": label });
   let cells = [], selected = 0;
 
@@ -20,23 +19,23 @@ export function createLetterStrip(id, label, kind, onSelect) {
     onSelect(Math.min(Math.max(to, 0), cells.length - 1));
   });
 
-  // shades: a number between 0 and 1 for each byte, or null for none; describe(i) is added to the name of a letter.
-  function draw(bytes, shades, position, describe) {
-    while (cells.length < bytes.length) {
+  // shades: a number between 0 and 1 for each token; describe(i) is added to the name of a token.
+  function draw(tokens, shades, position, describe) {
+    while (cells.length < tokens.length) {
       cells.push(el("span", { role: "option", id: `${id}-${cells.length}` }));
       node.append(cells.at(-1));
     }
-    cells.splice(bytes.length).forEach((cell) => cell.remove());
+    cells.splice(tokens.length).forEach((cell) => cell.remove());
     selected = position;
     cells.forEach((cell, i) => {
-      const sign = letterSign(bytes[i]), shade = shades[i] ?? 0;
+      const sign = tokenizer.sign(tokens[i]).replace(/^…/, ""), shade = shades[i]; // pieces of a word touch each other
       const strong = kind === "weight" && shade > 0.5;
       if (cell.textContent !== sign) cell.textContent = sign;
-      cell.classList.toggle("space", bytes[i] === 32);
+      cell.classList.toggle("start", tokenizer.startsWord(tokens[i]));
       cell.classList.toggle("strong", strong);
       cell.style.setProperty("--part", `${strong ? DARK + 2 * (100 - DARK) * (shade - 0.5) : LIGHT * Math.min(1, kind === "weight" ? 2 * shade : shade)}%`);
       cell.setAttribute("aria-selected", `${i === position}`);
-      cell.setAttribute("aria-label", `${letterName(bytes[i])}${describe(i)}`);
+      cell.setAttribute("aria-label", `${tokenizer.name(tokens[i])}${describe(i)}`);
     });
     node.setAttribute("aria-activedescendant", `${id}-${position}`);
   }
