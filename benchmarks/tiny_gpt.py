@@ -2,8 +2,9 @@
 
 python benchmarks/tiny_gpt.py [--rounds 15]
 
-The text has 21 tokens. A keystroke at its end computes one or two rows, a keystroke at its start computes all rows; switching a
-head of the first layer computes all layers. Times are medians in milliseconds, from the event to the drawn guesses.
+The text has 21 tokens. A keystroke at its end computes one or two rows, a keystroke at its start computes all rows;
+switching a head of the first layer computes all layers. Times are medians in milliseconds, from the event to the drawn
+guesses.
 """
 
 from __future__ import annotations

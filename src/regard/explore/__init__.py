@@ -6,8 +6,8 @@ Each function returns a `Page`, a self-contained HTML file with the caller's num
 Design notes:
 - The model in the page keeps the rows and layers that a change does not reach. Typing at the end costs one row
   instead of all; switching off a head costs the layers after it. Plain JavaScript makes about 0.7 · 10⁹
-  multiplications a second, so a whole text of 26 tokens takes about 0.2 seconds, and a typed word a few hundredths. WebAssembly would be faster, and
-  needs `wasm-unsafe-eval` in the policy.
+  multiplications a second, so a whole text of 26 tokens takes about 0.2 seconds, and a typed word a few hundredths.
+  WebAssembly would be faster, and needs `wasm-unsafe-eval` in the policy.
 - The model of the page is trained on children's stories. A model small enough for a page writes readable
   sentences only about a small world. Its tokens are words and pieces of words, so that the map of a head can be read;
   the longest piece that fits is taken, which is a few lines in each language. The weights are in the package (4 MB,
