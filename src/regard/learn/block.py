@@ -16,18 +16,15 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError
 from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.validation import (
     Floats,
     MaskLike,
     TrueMeans,
     as_choice,
-    as_count,
     as_floats,
-    as_number,
-    as_shaped,
     read_mask,
+    require,
 )
 
 
@@ -54,22 +51,15 @@ class MultiHeadAttention:
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, seed: int = 0) -> None:
-        self.embed_dim = as_count("MultiHeadAttention", "embed_dim", embed_dim, minimum=1)
-        self.num_heads = as_count("MultiHeadAttention", "num_heads", num_heads, minimum=1)
-        if self.embed_dim % self.num_heads:
-            divisors = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
-            wider = embed_dim + num_heads - embed_dim % num_heads
-            raise ArgumentError(
-                "MultiHeadAttention",
-                received=f"embed_dim {embed_dim} and num_heads {num_heads}",
-                expected="an embed_dim that divides into num_heads equal parts",
-                hint=f"Choose num_heads from {divisors}, or embed_dim {wider}.",
-            )
-        self.head_dim = self.embed_dim // self.num_heads
+        received = f"embed_dim {embed_dim} and num_heads {num_heads}"
+        hint = f"Choose num_heads from {[n for n in range(1, embed_dim + 1) if embed_dim % n == 0]}."
+        require(embed_dim % num_heads == 0, "MultiHeadAttention", received, "heads of equal width", hint)
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.head_dim = embed_dim // num_heads
 
         # A variance of 1 / embed_dim keeps the entries of x @ W about as large as those of x.
         rng = np.random.default_rng(seed)
-        shape, spread = (self.embed_dim, self.embed_dim), self.embed_dim**-0.5
+        shape, spread = (embed_dim, embed_dim), embed_dim**-0.5
         self.W_Q: Floats = rng.normal(scale=spread, size=shape)
         self.W_K: Floats = rng.normal(scale=spread, size=shape)
         self.W_V: Floats = rng.normal(scale=spread, size=shape)
@@ -101,22 +91,19 @@ class MultiHeadAttention:
         >>> output.shape, weights.shape
         ((2, 5, 6), (2, 3, 5, 7))
         """
-        if key is None and value is not None:
-            raise ArgumentError(
-                "MultiHeadAttention",
-                received="a value without a key",
-                expected="a key for every value",
-                hint="Pass key= too. If keys and values come from one sequence, key= alone is enough.",
-            )
         mask = read_mask("MultiHeadAttention", mask, true_means)
         key = query if key is None else key
         value = key if value is None else value
 
-        Q = self.split_heads(self._project("query", query, "W_Q"))  # (…, num_heads, q_len, head_dim)
-        K = self.split_heads(self._project("key", key, "W_K"))  # (…, num_heads, kv_len, head_dim)
-        V = self.split_heads(self._project("value", value, "W_V"))
-        mixed, weights = scaled_dot_product_attention(Q, K, V, mask)
-        return self._project("mixed", self.merge_heads(mixed), "W_O"), weights
+        query, key, value = (
+            as_floats("MultiHeadAttention", "tokens", x, "n", "embed_dim") for x in (query, key, value)
+        )
+        with np.errstate(invalid="ignore", over="ignore"):  # a masked row may be infinite
+            Q = self.split_heads(query @ self.W_Q)  # (…, num_heads, q_len, head_dim)
+            K = self.split_heads(key @ self.W_K)  # (…, num_heads, kv_len, head_dim)
+            V = self.split_heads(value @ self.W_V)
+            mixed, weights = scaled_dot_product_attention(Q, K, V, mask)
+            return self.merge_heads(mixed) @ self.W_O, weights
 
     __call__ = forward
 
@@ -136,7 +123,7 @@ class MultiHeadAttention:
                [[2., 3.],
                 [6., 7.]]])
         """
-        x = as_shaped("MultiHeadAttention", "split_heads(x)", x, self._sizes, "n", "embed_dim", leading=True)
+        x = as_floats("split_heads", "x", x, "n", "embed_dim")
         return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim).swapaxes(-3, -2)
 
     def merge_heads(self, x: ArrayLike) -> Floats:
@@ -153,8 +140,7 @@ class MultiHeadAttention:
         array([[0., 1., 2., 3.],
                [4., 5., 6., 7.]])
         """
-        axes = ("num_heads", "n", "head_dim")
-        x = as_shaped("MultiHeadAttention", "merge_heads(x)", x, self._sizes, *axes, leading=True)
+        x = as_floats("merge_heads", "x", x, "num_heads", "n", "head_dim")
         *lead, _, n, _ = x.shape
         return x.swapaxes(-3, -2).reshape(*lead, n, self.embed_dim)
 
@@ -165,17 +151,6 @@ class MultiHeadAttention:
         {'W_Q': (4, 4), 'W_K': (4, 4), 'W_V': (4, 4), 'W_O': (4, 4)}
         """
         return {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {"embed_dim": self.embed_dim, "num_heads": self.num_heads, "head_dim": self.head_dim}
-
-    def _project(self, name: str, x: ArrayLike, by: str) -> Floats:
-        owner = "MultiHeadAttention"
-        x = as_shaped(owner, name, x, self._sizes, "n", "embed_dim", leading=True)
-        W = as_shaped(owner, by, getattr(self, by), self._sizes, "embed_dim", "embed_dim")
-        with np.errstate(invalid="ignore", over="ignore"):  # a masked row may be infinite
-            return x @ W
 
 
 def relu(x: ArrayLike) -> Floats:
@@ -225,10 +200,9 @@ class LayerNorm:
     """
 
     def __init__(self, embed_dim: int, *, eps: float = 1e-5) -> None:
-        self.embed_dim = as_count("LayerNorm", "embed_dim", embed_dim, minimum=1)
-        self.eps = as_number("LayerNorm", "eps", eps, "It prevents a division by 0 if all entries are equal.")
-        self.gain: Floats = np.ones(self.embed_dim)
-        self.bias: Floats = np.zeros(self.embed_dim)
+        self.embed_dim, self.eps = embed_dim, eps
+        self.gain: Floats = np.ones(embed_dim)
+        self.bias: Floats = np.zeros(embed_dim)
 
     def forward(self, x: ArrayLike) -> Floats:
         """Normalise each token.
@@ -239,14 +213,13 @@ class LayerNorm:
         Returns:
             The normalised tokens (…, embed_dim).
         """
-        sizes = {"embed_dim": self.embed_dim}
-        x = as_shaped("LayerNorm", "x", x, sizes, "embed_dim", leading=True)
-        gain = as_shaped("LayerNorm", "gain", self.gain, sizes, "embed_dim")
-        bias = as_shaped("LayerNorm", "bias", self.bias, sizes, "embed_dim")
+        x, expected = as_floats("LayerNorm", "x", x, "embed_dim"), f"x of shape (…, {self.embed_dim})"
+        hint = "Build a LayerNorm with the embed_dim of your tokens."
+        require(x.shape[-1] == self.embed_dim, "LayerNorm", f"x of shape {x.shape}", expected, hint)
         mean = x.mean(axis=-1, keepdims=True)
         variance = ((x - mean) ** 2).mean(axis=-1, keepdims=True)
         normalised: Floats = (x - mean) / np.sqrt(variance + self.eps)
-        return normalised * gain + bias
+        return normalised * self.gain + self.bias
 
     __call__ = forward
 
@@ -273,16 +246,14 @@ class FeedForward:
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "relu", seed: int = 0) -> None:
-        self.embed_dim = as_count("FeedForward", "embed_dim", embed_dim, minimum=1)
-        self.hidden_dim = as_count("FeedForward", "hidden_dim", hidden_dim, minimum=1)
+        self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
         self.activation = as_choice("FeedForward", "activation", activation, ACTIVATIONS)
         # A separate stream: with the same seed, the attention of a block draws different numbers.
         rng = np.random.default_rng([seed, 1])
-        narrow, wide = self.embed_dim, self.hidden_dim
-        self.W_1: Floats = rng.normal(scale=narrow**-0.5, size=(narrow, wide))
-        self.b_1: Floats = np.zeros(wide)
-        self.W_2: Floats = rng.normal(scale=wide**-0.5, size=(wide, narrow))
-        self.b_2: Floats = np.zeros(narrow)
+        self.W_1: Floats = rng.normal(scale=embed_dim**-0.5, size=(embed_dim, hidden_dim))
+        self.b_1: Floats = np.zeros(hidden_dim)
+        self.W_2: Floats = rng.normal(scale=hidden_dim**-0.5, size=(hidden_dim, embed_dim))
+        self.b_2: Floats = np.zeros(embed_dim)
 
     def forward(self, x: ArrayLike) -> Floats:
         """Apply the network to each token.
@@ -293,14 +264,9 @@ class FeedForward:
         Returns:
             The output (…, embed_dim).
         """
-        sizes = {"embed_dim": self.embed_dim, "hidden_dim": self.hidden_dim}
-        x = as_shaped("FeedForward", "x", x, sizes, "embed_dim", leading=True)
-        W_1 = as_shaped("FeedForward", "W_1", self.W_1, sizes, "embed_dim", "hidden_dim")
-        b_1 = as_shaped("FeedForward", "b_1", self.b_1, sizes, "hidden_dim")
-        W_2 = as_shaped("FeedForward", "W_2", self.W_2, sizes, "hidden_dim", "embed_dim")
-        b_2 = as_shaped("FeedForward", "b_2", self.b_2, sizes, "embed_dim")
-        hidden = ACTIVATIONS[self.activation](x @ W_1 + b_1)  # (…, hidden_dim)
-        return hidden @ W_2 + b_2
+        x = as_floats("FeedForward", "x", x, "embed_dim")
+        hidden = ACTIVATIONS[self.activation](x @ self.W_1 + self.b_1)  # (…, hidden_dim)
+        return hidden @ self.W_2 + self.b_2
 
     __call__ = forward
 
@@ -424,8 +390,6 @@ def dropout(weights: ArrayLike, rate: float, *, seed: int = 0) -> Floats:
     """
     weights = as_floats("dropout", "weights", weights)
     hint = "It is the chance that a weight is dropped, for example 0.1; 0 drops nothing."
-    rate = as_number("dropout", "rate", rate, hint)
-    if rate >= 1:
-        raise ArgumentError("dropout", received=f"rate {rate:g}", expected="rate below 1", hint=hint)
+    require(0 <= rate < 1, "dropout", f"rate {rate:g}", "rate of at least 0 and below 1", hint)
     kept = np.random.default_rng(seed).random(weights.shape) >= rate
     return np.where(kept, weights / (1 - rate), 0.0)

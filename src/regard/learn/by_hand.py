@@ -14,9 +14,8 @@ from functools import singledispatch
 import numpy as np
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.validation import Floats, as_floats
+from regard.learn.validation import Floats, require
 from regard.render.table import format_table
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from regard.validation import check_count
@@ -87,22 +86,20 @@ class RowInputs:
 
 def explain(
     attention: ScaledDotProductAttention,
-    Q: ArrayLike,
-    K: ArrayLike,
-    V: ArrayLike,
+    Q: Floats,
+    K: Floats,
+    V: Floats,
     tokens: Sequence[str],
     query_idx: int,
 ) -> WorkedRow:
     """Work out one row of an attention class by hand, from Q, K and V of one sequence and a name for each key."""
-    Q, K = as_floats("explain", "Q", Q, "q_len", "d_k"), as_floats("explain", "K", K, "kv_len", "d_k")
-    V = as_floats("explain", "V", V, "kv_len", "d_v")
-    if {Q.ndim, K.ndim, V.ndim} != {2} or not len(tokens) == len(K) == len(V) > 0:
-        raise ArgumentError(
-            "explain",
-            received=f"Q of shape {Q.shape}, K {K.shape}, V {V.shape} and {len(tokens)} tokens",
-            expected="one sequence: Q (q_len, d_k), K (kv_len, d_k), V (kv_len, d_v), a token for each key",
-            hint="Select one sequence of the batch, with at least one key. Each token names a key.",
-        )
+    require(
+        {Q.ndim, K.ndim, V.ndim} == {2} and len(tokens) == len(K) == len(V) > 0,
+        "explain",
+        received=f"Q of shape {Q.shape}, K {K.shape}, V {V.shape} and {len(tokens)} tokens",
+        expected="one sequence: Q (q_len, d_k), K (kv_len, d_k), V (kv_len, d_v), a token for each key",
+        hint="Select one sequence of the batch, with at least one key. Each token names a key.",
+    )
     hint = "It counts the queries from 0."
     query_idx = check_count(query_idx, 0, len(Q) - 1, "explain", "query_idx", "", hint)
     names = [escape_unprintable(str(token)) for token in tokens]

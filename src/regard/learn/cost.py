@@ -23,18 +23,17 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.validation import (
     Bools,
     Floats,
     MaskLike,
     TrueMeans,
-    as_count,
     as_counts,
     as_floats,
     as_mask,
     read_mask,
+    require,
 )
 from regard.render.table import format_bytes, format_seconds, format_table
 
@@ -199,8 +198,7 @@ def cost_table(
      1,024  1,048,576     × 4  4.19 MB    134,217,728
     """
     sizes = as_counts("cost_table", "lengths", lengths, minimum=1)
-    d_k = as_count("cost_table", "d_k", d_k, minimum=1)
-    d_v = d_k if d_v is None else as_count("cost_table", "d_v", d_v, minimum=1)
+    d_v = d_k if d_v is None else d_v
     itemsize = np.dtype(dtype).itemsize
     return CostTable(tuple(Cost(n, n, d_k, d_v, itemsize) for n in sizes))
 
@@ -221,13 +219,13 @@ def fit_exponent(lengths: Sequence[int], amounts: Sequence[float]) -> float:
     >>> round(fit_exponent([1, 2, 4], [5, 20, 80]), 12)
     2.0
     """
-    if len(lengths) != len(amounts) or len(set(lengths)) < 2 or min(*lengths, *amounts) <= 0:
-        raise ArgumentError(
-            "fit_exponent",
-            received=f"{len(lengths)} lengths and {len(amounts)} amounts",
-            expected="one amount for each of two or more different lengths, all above 0",
-            hint="Fitting a line needs two points, and a logarithm needs a number above 0. Measure more lengths.",
-        )
+    require(
+        len(lengths) == len(amounts) and len(set(lengths)) > 1 and min(*lengths, *amounts) > 0,
+        "fit_exponent",
+        received=f"{len(lengths)} lengths and {len(amounts)} amounts",
+        expected="one amount for each of two or more different lengths, all above 0",
+        hint="Fitting a line needs two points, and a logarithm needs a number above 0. Measure more lengths.",
+    )
     x, y = np.log(lengths), np.log(amounts)
     x = x - x.mean()
     return float((x * y).sum() / (x * x).sum())
@@ -302,7 +300,6 @@ def profile(
 
     Raises:
         ArgumentError: If there are fewer than two lengths.
-        ArgumentTypeError: If `attend` cannot be called.
 
     >>> result = profile([32, 64, 128])
     >>> {name: round(result.exponents[name], 6) for name in ("entries", "bytes", "multiply_adds")}
@@ -311,21 +308,6 @@ def profile(
     True
     """
     sizes = as_counts("profile", "lengths", lengths, minimum=1)
-    if len(sizes) < 2:
-        raise ArgumentError(
-            "profile",
-            received=f"lengths {sizes}",
-            expected="two lengths or more, since an exponent is the slope of a line",
-            hint=f"Add another: lengths=({sizes[0]}, {2 * sizes[0]}).",
-        )
-    if not callable(attend):
-        raise ArgumentTypeError(
-            "profile",
-            received=f"attend, {describe_argument(attend)}",
-            expected="a function attend(Q, K, V)",
-            hint="Omit attend to measure scaled_dot_product_attention.",
-        )
-    repeats = as_count("profile", "repeats", repeats, minimum=1)
     costs = cost_table(sizes, d_k=d_k, d_v=d_v, dtype=np.float64).rows
 
     rng = np.random.default_rng(seed)
@@ -537,14 +519,14 @@ def _check_head(operation: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tup
     Q = as_floats(operation, "Q", Q, "q_len", "d_k")
     K = as_floats(operation, "K", K, "kv_len", "d_k")
     V = as_floats(operation, "V", V, "kv_len", "d_v")
-    if {Q.ndim, K.ndim, V.ndim} != {2} or K.shape != (len(V), Q.shape[1]) or not Q.shape[1]:
-        raise ArgumentError(
-            operation,
-            received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
-            expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v) of one head, with d_k at least 1",
-            hint="Select one head of one sequence, e.g. Q[0, 3]. Project queries and keys to the same d_k, and "
-            "compute K and V from the same sequence.",
-        )
+    require(
+        {Q.ndim, K.ndim, V.ndim} == {2} and K.shape == (len(V), Q.shape[1]) and Q.shape[1] > 0,
+        operation,
+        received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
+        expected="Q (q_len, d_k), K (kv_len, d_k) and V (kv_len, d_v) of one head, with d_k at least 1",
+        hint="Select one head of one sequence, e.g. Q[0, 3]. Project queries and keys to the same d_k, and compute K "
+        "and V from the same sequence.",
+    )
     return Q, K, V
 
 

@@ -35,19 +35,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError
 from regard.learn.checked import CheckedAttention
 from regard.learn.softmax_alternatives import normalised_relu
 from regard.learn.validation import (
     Floats,
     MaskLike,
     TrueMeans,
-    as_count,
     as_floats,
-    as_number,
-    as_shaped,
-    check_leading_axes,
     read_mask,
+    require,
 )
 from regard.render.table import format_table
 
@@ -86,9 +82,6 @@ def gaussian_kernel(Q: Floats, K: Floats, width: float | None = None) -> Floats:
     array([[1.   , 0.607]])
     """
     width = Q.shape[-1] ** 0.25 if width is None else width
-    width = as_number(
-        "gaussian_kernel", "width", width, "It is a distance between vectors, for example 1.", positive=True
-    )
     distances = np.linalg.norm(Q[..., :, None, :] - K[..., None, :, :], axis=-1)
     similarities: Floats = np.exp(-((distances / width) ** 2) / 2)
     return similarities
@@ -127,27 +120,15 @@ def kernel_attention(
     array([[2.]])
     """
     Q = as_floats("kernel_attention", "Q", Q, "q_len", "d_k")
-    K = as_floats("kernel_attention", "K", K, "kv_len", "d_k")
-    V = as_floats("kernel_attention", "V", V, "kv_len", "d_v")
-    if Q.shape[-1] != K.shape[-1] or K.shape[-2] != V.shape[-2]:
-        raise ArgumentError(
-            "kernel_attention",
-            received=f"Q of shape {Q.shape}, K of shape {K.shape} and V of shape {V.shape}",
-            expected="Q (…, q_len, d_k), K (…, kv_len, d_k) and V (…, kv_len, d_v)",
-            hint="Project queries and keys to the same d_k, and compute K and V from the same sequence.",
-        )
-    check_leading_axes("kernel_attention", "Q", Q, "K", K)
+    attention = CheckedAttention(d_k=Q.shape[-1])
+    Q, K, V = attention.check_arrays(Q, K, V)
     similarities = as_floats("kernel_attention", "kernel(Q, K)", kernel(Q, K), "q_len", "kv_len")
-    if (similarities < 0).any():
-        raise ArgumentError(
-            "kernel_attention",
-            received=f"a kernel with values down to {similarities.min():g}",
-            expected="a kernel that is never negative",
-            hint="Use its exponential, or max(kernel, 0).",
-        )
+    lowest, hint = similarities.min(initial=0), "Use its exponential, or max(kernel, 0)."
+    received = f"a kernel with values down to {lowest:g}"
+    require(lowest >= 0, "kernel_attention", received, "a kernel that is never negative", hint)
     mask = read_mask("kernel_attention", mask, true_means)
     weights = normalised_relu(similarities, mask)  # none is negative: each is divided by the sum
-    return CheckedAttention(d_k=Q.shape[-1]).compute_output(weights, V), weights
+    return attention.compute_output(weights, V), weights
 
 
 class RecurrentNetwork:
@@ -166,11 +147,10 @@ class RecurrentNetwork:
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, seed: int = 0) -> None:
-        self.embed_dim = as_count("RecurrentNetwork", "embed_dim", embed_dim, minimum=1)
-        self.hidden_dim = as_count("RecurrentNetwork", "hidden_dim", hidden_dim, minimum=1)
+        self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
         rng = np.random.default_rng(seed)
-        self.U: Floats = rng.normal(scale=self.embed_dim**-0.5, size=(self.embed_dim, self.hidden_dim))
-        self.W: Floats = rng.normal(scale=self.hidden_dim**-0.5, size=(self.hidden_dim, self.hidden_dim))
+        self.U: Floats = rng.normal(scale=embed_dim**-0.5, size=(embed_dim, hidden_dim))
+        self.W: Floats = rng.normal(scale=hidden_dim**-0.5, size=(hidden_dim, hidden_dim))
 
     def forward(self, x: ArrayLike) -> Floats:
         """Read a sequence, and return the state after each token.
@@ -181,17 +161,8 @@ class RecurrentNetwork:
         Returns:
             States (n, hidden_dim).
 
-        Raises:
-            ArgumentError: If `x` is not one sequence of tokens of that size.
         """
         x = as_floats("RecurrentNetwork", "x", x, "n", "embed_dim")
-        if x.ndim != 2 or x.shape[-1] != self.embed_dim:
-            raise ArgumentError(
-                "RecurrentNetwork",
-                received=f"x of shape {x.shape}",
-                expected=f"x of shape (n, {self.embed_dim}), one sequence",
-                hint="Call it once for each sequence, or build a network with the embed_dim of your tokens.",
-            )
         states = np.zeros((len(x), self.hidden_dim))
         state = np.zeros(self.hidden_dim)
         for t, token in enumerate(x):  # these steps cannot run in parallel
@@ -247,13 +218,12 @@ class AdditiveAttention(CheckedAttention):
 
     def __init__(self, d_q: int, d_k: int, hidden_dim: int, *, seed: int = 0) -> None:
         super().__init__(d_k)
-        self.d_q = as_count("AdditiveAttention", "d_q", d_q, minimum=1)
-        self.hidden_dim = as_count("AdditiveAttention", "hidden_dim", hidden_dim, minimum=1)
+        self.d_q, self.hidden_dim = d_q, hidden_dim
         rng = np.random.default_rng(seed)
         # A variance of 1 / (number of terms) keeps a sum of products about as large as its factors.
-        self.W_Q: Floats = rng.normal(scale=self.d_q**-0.5, size=(self.d_q, self.hidden_dim))
-        self.W_K: Floats = rng.normal(scale=self.d_k**-0.5, size=(self.d_k, self.hidden_dim))
-        self.w: Floats = rng.normal(scale=self.hidden_dim**-0.5, size=self.hidden_dim)
+        self.W_Q: Floats = rng.normal(scale=d_q**-0.5, size=(d_q, hidden_dim))
+        self.W_K: Floats = rng.normal(scale=d_k**-0.5, size=(d_k, hidden_dim))
+        self.w: Floats = rng.normal(scale=hidden_dim**-0.5, size=hidden_dim)
 
     def compute_scores(self, Q: Floats, K: Floats) -> Floats:
         """Compare: compute w · tanh(query W_Q + key W_K) for every query and key.
@@ -270,36 +240,17 @@ class AdditiveAttention(CheckedAttention):
         >>> attention.compute_scores(np.array([[0.5]]), np.array([[-0.5], [0.5]])).round(3)  # 2 tanh(0) and 2 tanh(1)
         array([[0.   , 1.523]])
         """
-        Q, K, W_Q, W_K, w = self._check_arrays(Q, K)
         with np.errstate(invalid="ignore", over="ignore"):  # a masked key may be infinite
-            from_query = (Q @ W_Q)[..., :, None, :]  # (…, q_len, 1, hidden_dim)
-            from_key = (K @ W_K)[..., None, :, :]  # (…, 1, kv_len, hidden_dim)
+            from_query = (Q @ self.W_Q)[..., :, None, :]  # (…, q_len, 1, hidden_dim)
+            from_key = (K @ self.W_K)[..., None, :, :]  # (…, 1, kv_len, hidden_dim)
             # Every pair has its own hidden layer: hidden_dim times the memory of the scores.
-            return np.tanh(from_query + from_key) @ w
+            return np.tanh(from_query + from_key) @ self.w
 
     def scale_scores(self, scores: Floats) -> Floats:
-        """Return the scores as they are: tanh already keeps them small.
-
-        Args:
-            scores: Scores (…, q_len, kv_len).
-
-        Returns:
-            The same scores.
-        """
-        return scores
+        return scores  # tanh already keeps them small
 
     def check_arrays(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
-        """Convert Q, K and V to float64, and check that their shapes fit together.
-
-        Args:
-            Q: Queries (…, q_len, d_q).
-            K: Keys (…, kv_len, d_k).
-            V: Values (…, kv_len, d_v).
-
-        Returns:
-            The three arrays.
-        """
-        Q, K, *_ = self._check_arrays(Q, K)
+        Q = as_floats("AdditiveAttention", "Q", Q, "q_len", "d_q")  # a query may be wider than a key
         return Q, *super().check_arrays(K, K, V)[1:]
 
     def score_by_loops(self, Q: ArrayLike, K: ArrayLike) -> CountedScores:
@@ -323,18 +274,16 @@ class AdditiveAttention(CheckedAttention):
         additions                         105
         tanh_calls                        105
         """
-        Q, K, W_Q, W_K, w = self._check_arrays(Q, K)
-        if Q.ndim != 2 or K.ndim != 2:
-            raise ArgumentError(
-                "score_by_loops",
-                received=f"Q of shape {Q.shape} and K of shape {K.shape}",
-                expected="Q (q_len, d_q) and K (kv_len, d_k), one sequence",
-                hint="Call it once for each sequence, e.g. with Q[0] and K[0].",
-            )
+        Q, K = np.asarray(Q, np.float64), np.asarray(K, np.float64)
+        received, hint = (
+            f"Q of shape {Q.shape} and K of shape {K.shape}",
+            "Pass one sequence, e.g. Q[0] and K[0].",
+        )
+        require(Q.ndim == K.ndim == 2, "score_by_loops", received, "Q (q_len, d_q) and K (kv_len, d_k)", hint)
         counts = AdditiveCounts()
-        from_query = _project_by_loops(Q, W_Q, counts)
-        from_key = _project_by_loops(K, W_K, counts)
-        scores, output_weights = np.empty((len(Q), len(K))), w.tolist()
+        from_query = _project_by_loops(Q, self.W_Q, counts)
+        from_key = _project_by_loops(K, self.W_K, counts)
+        scores, output_weights = np.empty((len(Q), len(K))), self.w.tolist()
 
         for i in range(len(Q)):
             for j in range(len(K)):
@@ -348,17 +297,6 @@ class AdditiveAttention(CheckedAttention):
                     counts.pair_multiply_adds += 1
                 scores[i, j] = score
         return CountedScores(scores, counts)
-
-    def _check_arrays(self, Q: ArrayLike, K: ArrayLike) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """Convert queries, keys and parameters to arrays, and check that their shapes fit together."""
-        owner, sizes = "AdditiveAttention", {"d_q": self.d_q, "d_k": self.d_k, "hidden_dim": self.hidden_dim}
-        Q = as_shaped(owner, "Q", Q, sizes, "q_len", "d_q", leading=True)
-        K = as_shaped(owner, "K", K, sizes, "kv_len", "d_k", leading=True)
-        W_Q = as_shaped(owner, "W_Q", self.W_Q, sizes, "d_q", "hidden_dim")
-        W_K = as_shaped(owner, "W_K", self.W_K, sizes, "d_k", "hidden_dim")
-        w = as_shaped(owner, "w", self.w, sizes, "hidden_dim")
-        check_leading_axes("AdditiveAttention", "Q", Q, "K", K)
-        return Q, K, W_Q, W_K, w
 
 
 @dataclass

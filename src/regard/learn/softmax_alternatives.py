@@ -31,16 +31,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError
 from regard.learn.validation import (
     Bools,
     Floats,
     MaskLike,
-    as_count,
     as_counts,
     as_floats,
     as_mask,
-    as_number,
+    require,
 )
 from regard.render.table import format_table
 
@@ -66,7 +64,7 @@ def softmax(scores: ArrayLike, mask: MaskLike = None, temperature: float = 1.0) 
     array([0.333, 0.333, 0.333])
     """
     hint = "1 changes nothing, a lower one sharpens, a higher one flattens."
-    temperature = as_number("softmax", "temperature", temperature, hint)
+    require(temperature >= 0, "softmax", f"temperature {temperature:g}", "temperature of at least 0", hint)
     if temperature == 0:
         return hardmax(scores, mask)
     scores, visible = _prepare_scores("softmax", scores, mask)
@@ -300,13 +298,8 @@ def compare_softmax_alternatives(scores: ArrayLike) -> AlternativeTable:
      divide_by_maximum  1.0000  0.5000  0.0000  -1.0000  0.5000        1.0000        0.0000
     """
     scores = as_floats("compare_softmax_alternatives", "scores", scores, "kv_len")
-    if scores.ndim != 1 or scores.size == 0:
-        raise ArgumentError(
-            "compare_softmax_alternatives",
-            received=f"scores of shape {scores.shape}",
-            expected="one row of scores, of shape (kv_len,)",
-            hint="Select one query, e.g. scores[0].",
-        )
+    received, hint = f"scores of shape {scores.shape}", "Select one query, e.g. scores[0]."
+    require(scores.ndim == 1, "compare_softmax_alternatives", received, "one row of shape (kv_len,)", hint)
     rows = {}
     for name, function in ALTERNATIVES.items():
         weights = function(scores)
@@ -498,11 +491,6 @@ def variance_experiment(
     True
     """
     sizes = as_counts("variance_experiment", "d_k", d_k, minimum=1)
-    keys = as_count("variance_experiment", "keys", keys, minimum=1)
-    samples = as_count("variance_experiment", "samples", samples, minimum=1)
-    hint = "It is the standard deviation of the entries, usually 1."
-    sigma = as_number("variance_experiment", "sigma", sigma, hint, positive=True)
-
     rng = np.random.default_rng(seed)
     rows = []
     for size in sizes:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,24 +43,10 @@ def as_floats(operation: str, name: str, array: ArrayLike, *last_axes: str) -> F
     return floats
 
 
-def as_shaped(
-    owner: str, name: str, array: ArrayLike, sizes: Mapping[str, int], *axes: str, leading: bool = False
-) -> Floats:
-    """Convert an array to float64, and require the axes `axes`, of the sizes that are given by name.
-
-    Other axes may be of any size. With `leading`, more axes may come first.
-    """
-    floats = as_floats(owner, name, array, *axes)
-    fits = all(sizes.get(axis, n) == n for axis, n in zip(axes, floats.shape[-len(axes) :], strict=True))
-    if not fits or (floats.ndim > len(axes) and not leading):
-        known = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise ArgumentError(
-            f"{owner}, {name}",
-            received=f"an array of shape {floats.shape}",
-            expected=f"shape ({'…, ' if leading else ''}{', '.join(axes)}) with {known}",
-            hint=f"Pass an array of that shape, or build a {owner} that fits the array.",
-        )
-    return floats
+def require(condition: bool, operation: str, received: str, expected: str, hint: str) -> None:
+    """Raise an ArgumentError if a condition is not met."""
+    if not condition:
+        raise ArgumentError(operation, received=received, expected=expected, hint=hint)
 
 
 def as_count(operation: str, name: str, number: int, minimum: int) -> int:
@@ -79,19 +65,6 @@ def as_count(operation: str, name: str, number: int, minimum: int) -> int:
         hint = "Use a size from the shape of an array."
         raise ArgumentError(operation, received=f"{name} {count}", expected=expected, hint=hint)
     return count
-
-
-def as_number(operation: str, name: str, number: float, hint: str, *, positive: bool = False) -> float:
-    """Convert a number to a float, and require at least 0; with `positive`, above 0."""
-    expected = f"{name} as a number {'above' if positive else 'of at least'} 0"
-    if isinstance(number, bool | str) or not isinstance(number, SupportsFloat):
-        raise ArgumentTypeError(
-            operation, received=f"{name}, {describe_argument(number)}", expected=expected, hint=hint
-        )
-    real = float(number)
-    if not (real > 0 if positive else real >= 0):
-        raise ArgumentError(operation, received=f"{name} {real:g}", expected=expected, hint=hint)
-    return real
 
 
 def as_choice(operation: str, name: str, choice: str, choices: Iterable[str]) -> str:

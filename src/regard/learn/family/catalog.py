@@ -305,7 +305,7 @@ def format_source(attention_class: type, *methods: str) -> str:
             line = lines[node.lineno - 1].encode()  # ast counts bytes
             start, end = node.target.end_col_offset, node.annotation.end_col_offset
             lines[node.lineno - 1] = (line[:start] + line[end:]).decode()
-        elif isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise):
+        elif isinstance(node, ast.Expr) and ast.unparse(node).startswith("require("):
             del lines[node.lineno - 1 : node.end_lineno]
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
             docstring, first = ast.get_docstring(node), node.body[0]

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError
 from regard.learn.checked import CheckedAttention
 from regard.learn.softmax_alternatives import normalised_relu
-from regard.learn.validation import Bools, Floats, as_count, as_floats, as_number
+from regard.learn.validation import Bools, Floats, as_floats, require
 
 
 def relative_positions(q_len: int, kv_len: int) -> npt.NDArray[np.int64]:
@@ -86,7 +85,7 @@ class SlidingWindow(Masked):
 
     def __init__(self, d_k: int, size: int) -> None:
         super().__init__(d_k)
-        self.size = as_count("SlidingWindow", "size", size, minimum=1)
+        self.size = size
 
     def create_mask(self, q_len: int, kv_len: int) -> Bools:
         distance = relative_positions(q_len, kv_len)
@@ -99,7 +98,7 @@ class BlockSparse(Masked):
     Args:
         d_k: Number of entries in each query and key.
         block_size: Number of tokens in a block.
-        global_tokens: Positions of the global tokens.
+        global_tokens: Positions of the global tokens, counted from 0.
 
     >>> BlockSparse(d_k=1, block_size=2, global_tokens=[4]).create_mask(5, 5).astype(int)
     array([[1, 1, 0, 0, 1],
@@ -111,8 +110,15 @@ class BlockSparse(Masked):
 
     def __init__(self, d_k: int, block_size: int, global_tokens: Sequence[int] = ()) -> None:
         super().__init__(d_k)
-        self.block_size = as_count("BlockSparse", "block_size", block_size, minimum=1)
-        self.global_tokens = [as_count("BlockSparse", "global_tokens", i, minimum=0) for i in global_tokens]
+        self.block_size = block_size
+        self.global_tokens = list(global_tokens)
+        require(
+            min(self.global_tokens, default=0) >= 0,
+            "BlockSparse",
+            received=f"global_tokens {self.global_tokens}",
+            expected="positions of at least 0",
+            hint="Count the positions from 0.",
+        )
 
     def create_mask(self, q_len: int, kv_len: int) -> Bools:
         q, k = np.arange(kv_len - q_len, kv_len)[:, None], np.arange(kv_len)[None, :]
@@ -152,7 +158,7 @@ class MultiHead(CheckedAttention):
 
     def __init__(self, d_k: int, num_heads: int) -> None:
         super().__init__(d_k)
-        self.num_heads = self.num_kv_heads = as_count("MultiHead", "num_heads", num_heads, minimum=1)
+        self.num_heads = self.num_kv_heads = num_heads
 
     def forward(self, Q: Floats, K: Floats, V: Floats, mask: Bools | None = None) -> tuple[Floats, Floats]:
         output, weights = super().forward(*self.split_inputs(Q, K, V), mask)
@@ -212,27 +218,9 @@ class GroupedQuery(MultiHead):
 
     def __init__(self, d_k: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__(d_k, num_heads)
-        self.num_kv_heads = as_count("GroupedQuery", "num_kv_heads", num_kv_heads, minimum=1)
-        if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-            raise ArgumentError(
-                "GroupedQuery",
-                received=f"num_heads {num_heads} and num_kv_heads {num_kv_heads}",
-                expected="the same number of query heads for each key head",
-                hint=f"Choose num_kv_heads from {divisors}.",
-            )
+        self.num_kv_heads = num_kv_heads
 
     def split_inputs(self, Q: Floats, K: Floats, V: Floats) -> tuple[Floats, Floats, Floats]:
-        """Split Q, K and V into heads, and repeat each key and value head for its group of query heads.
-
-        Args:
-            Q: Queries (…, q_len, columns).
-            K: Keys (…, kv_len, columns).
-            V: Values (…, kv_len, columns).
-
-        Returns:
-            Q, K and V, each with num_heads heads: (…, num_heads, n, columns per head).
-        """
         n, group = self.num_kv_heads, self.num_heads // self.num_kv_heads
         K, V = self.split(K, n), self.split(V, n)
         return self.split(Q, self.num_heads), K.repeat(group, axis=-3), V.repeat(group, axis=-3)
@@ -318,25 +306,16 @@ class RelativeBias(Biased):
     def __init__(self, d_k: int, table: ArrayLike, max_distance: int) -> None:
         super().__init__(d_k)
         self.table = as_floats("RelativeBias", "table", table, "buckets")
-        self.max_distance = as_count("RelativeBias", "max_distance", max_distance, minimum=1)
-        if self.table.ndim != 1 or self.table.size % 4 or not 4 <= self.table.size < 4 * max_distance:
-            raise ArgumentError(
-                "RelativeBias",
-                received=f"table of shape {self.table.shape} and max_distance {max_distance}",
-                expected="one number for each of 4, 8, 12, … buckets; max_distance above a quarter of their number",
-                hint="T5 has 32 buckets and a max_distance of 128.",
-            )
+        self.max_distance = max_distance
+        require(
+            self.table.size % 4 == 0 and 4 <= self.table.size < 4 * max_distance,
+            "RelativeBias",
+            received=f"table of shape {self.table.shape} and max_distance {max_distance}",
+            expected="one number for each of 4, 8, 12, … buckets; max_distance above a quarter of their number",
+            hint="T5 has 32 buckets and a max_distance of 128.",
+        )
 
     def compute_bias(self, q_len: int, kv_len: int) -> Floats:
-        """Look up the bias of each distance in the table.
-
-        Args:
-            q_len: Number of queries.
-            kv_len: Number of keys.
-
-        Returns:
-            The bias (q_len, kv_len).
-        """
         return self.table[self.compute_buckets(relative_positions(q_len, kv_len))]
 
     def compute_buckets(self, relative: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -369,18 +348,9 @@ class ALiBi(Biased):
 
     def __init__(self, d_k: int, slope: float) -> None:
         super().__init__(d_k)
-        self.slope = as_number("ALiBi", "slope", slope, "The published slopes are between 1/256 and 1.")
+        self.slope = slope
 
     def compute_bias(self, q_len: int, kv_len: int) -> Floats:
-        """Compute −slope · distance.
-
-        Args:
-            q_len: Number of queries.
-            kv_len: Number of keys.
-
-        Returns:
-            The bias (q_len, kv_len).
-        """
         return 0.0 - self.slope * np.abs(relative_positions(q_len, kv_len))  # 0 on the diagonal, not −0
 
 
@@ -400,11 +370,8 @@ class Rotary(CheckedAttention):
 
     def __init__(self, d_k: int, base: float = 10_000.0) -> None:
         super().__init__(d_k)
-        self.base = as_number("Rotary", "base", base, "The published base is 10 000.", positive=True)
-        if self.d_k % 2:
-            raise ArgumentError(
-                "Rotary", received=f"d_k {d_k}", expected="an even d_k", hint="Entries are rotated in pairs."
-            )
+        self.base = base
+        require(d_k % 2 == 0, "Rotary", f"d_k {d_k}", "an even d_k", "Entries are rotated in pairs.")
 
     def compute_scores(self, Q: Floats, K: Floats) -> Floats:
         first = K.shape[-2] - Q.shape[-2]  # the last query is aligned with the last key
@@ -451,7 +418,7 @@ class Softcap(CheckedAttention):
 
     def __init__(self, d_k: int, cap: float = 50.0) -> None:
         super().__init__(d_k)
-        self.cap = as_number("Softcap", "cap", cap, "Gemma 2 uses 50.", positive=True)
+        self.cap = cap
 
     def scale_scores(self, scores: Floats) -> Floats:
         capped: Floats = self.cap * np.tanh(super().scale_scores(scores) / self.cap)
@@ -600,7 +567,7 @@ class Flash(CheckedAttention):
 
     def __init__(self, d_k: int, tile_size: int) -> None:
         super().__init__(d_k)
-        self.tile_size = as_count("Flash", "tile_size", tile_size, minimum=1)
+        self.tile_size = tile_size
 
     def forward(self, Q: Floats, K: Floats, V: Floats, mask: Bools | None = None) -> tuple[Floats, Floats]:
         *_, last = self.iter_tiles(Q, K, V, mask)

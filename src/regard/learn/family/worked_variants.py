@@ -1,4 +1,4 @@
-"""What each variant changes in the steps by hand of `worked_row`, registered by class."""
+"""What each variant changes in the steps of `by_hand`, registered by class."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from regard.learn.by_hand import (
     join_terms,
     work_out,
 )
+from regard.learn.checked import CheckedAttention
 from regard.learn.family import variants
 from regard.learn.validation import Floats
 
@@ -47,46 +48,30 @@ def _rotate(attention: variants.Rotary, inputs: RowInputs) -> tuple[list[WorkedS
 
 
 @explain_scaling.register
-def _add_bias(attention: variants.Biased, raw: Floats, inputs: RowInputs) -> tuple[WorkedStep, Floats]:
-    step, scaled = _scale(attention, raw, inputs)
-    scores, bias = attention.scale_scores(raw)[inputs.row], attention.compute_bias(*raw.shape)[inputs.row]
-    lines = _explain_bias(attention, bias, inputs)
-    lines += format_equation(f"{as_text(scaled)} + {as_text(bias)}", scores)
-    return WorkedStep(f"{step.title}, add the bias", (*step.lines, *lines)), scores
-
-
-@explain_scaling.register
-def _cap(attention: variants.Softcap, raw: Floats, inputs: RowInputs) -> tuple[WorkedStep, Floats]:
-    step, scaled = _scale(attention, raw, inputs)
-    scores, cap = attention.scale_scores(raw)[inputs.row], as_text(attention.cap)
-    lines = format_equation(f"{cap}·tanh({as_text(scaled)} / {cap})", scores)
-    return WorkedStep(f"{step.title}, cap at {cap}", (*step.lines, *lines)), scores
-
-
-@explain_scaling.register
-def _mask(attention: variants.Masked, raw: Floats, inputs: RowInputs) -> tuple[WorkedStep, Floats]:
-    step, scaled = _scale(attention, raw, inputs)
-    mask = attention.create_mask(*raw.shape)[inputs.row]
-    scores = np.where(mask, scaled, -np.inf)
-    visible = [token for token, attend in zip(inputs.tokens, mask, strict=True) if attend]
-    lines = [f"   visible keys: {', '.join(visible) or 'none'}", f"   scores = {as_text(scores)}"]
-    return WorkedStep(f"{step.title}, apply the mask", (*step.lines, *lines)), scores
-
-
-def _scale(attention: ScaledDotProductAttention, raw: Floats, inputs: RowInputs) -> tuple[WorkedStep, Floats]:
-    """Explain the division by √d_k alone."""
-    return explain_scaling(ScaledDotProductAttention(attention.d_k), raw, inputs)
-
-
-def _explain_bias(attention: variants.Biased, bias: Floats, inputs: RowInputs) -> list[str]:
-    """Explain where the bias of this row comes from."""
-    relative = np.arange(len(inputs.K)) - inputs.position
-    if isinstance(attention, variants.ALiBi):
-        return format_equation(f"-{as_text(attention.slope)}·{as_text(abs(relative))}", bias)
-    if isinstance(attention, variants.RelativeBias):
-        buckets = as_text(attention.compute_buckets(relative))
-        return [f"   relative positions {as_text(relative)} → buckets {buckets} → bias {as_text(bias)}"]
-    return []
+def _change_scores(attention: CheckedAttention, raw: Floats, inputs: RowInputs) -> tuple[WorkedStep, Floats]:
+    step, scaled = explain_scaling(ScaledDotProductAttention(attention.d_k), raw, inputs)
+    title, lines, row = step.title, list(step.lines), inputs.row
+    scores = attention.scale_scores(raw)[row]
+    if isinstance(attention, variants.Biased):
+        bias, relative = attention.compute_bias(*raw.shape)[row], np.arange(len(inputs.K)) - inputs.position
+        if isinstance(attention, variants.ALiBi):
+            lines += format_equation(f"-{as_text(attention.slope)}·{as_text(abs(relative))}", bias)
+        if isinstance(attention, variants.RelativeBias):
+            buckets = as_text(attention.compute_buckets(relative))
+            lines += [f"   relative positions {as_text(relative)} → buckets {buckets} → bias {as_text(bias)}"]
+        lines += format_equation(f"{as_text(scaled)} + {as_text(bias)}", scores)
+        title += ", add the bias"
+    if isinstance(attention, variants.Softcap):
+        cap = as_text(attention.cap)
+        lines += format_equation(f"{cap}·tanh({as_text(scaled)} / {cap})", scores)
+        title += f", cap at {cap}"
+    if isinstance(attention, variants.Masked):
+        mask = attention.create_mask(*raw.shape)[row]
+        scores = np.where(mask, scores, -np.inf)
+        visible = [token for token, attend in zip(inputs.tokens, mask, strict=True) if attend]
+        lines += [f"   visible keys: {', '.join(visible) or 'none'}", f"   scores = {as_text(scores)}"]
+        title += ", apply the mask"
+    return WorkedStep(title, tuple(lines)), scores
 
 
 # -- Variants with steps of their own ----------------------------------------------------------------------
