@@ -28,7 +28,29 @@ from regard.learn.validation import (
 )
 
 
-class MultiHeadAttention:
+class Layer:
+    """A part of a model. Its arrays are what a model would learn, and its layers have arrays of their own."""
+
+    def parameters(self) -> dict[str, Floats]:
+        """Return the arrays that a model would learn, by name, such as "W_Q" or "attention.W_Q" in a block.
+
+        >>> {name: array.shape for name, array in MultiHeadAttention(embed_dim=4, num_heads=2).parameters().items()}
+        {'W_Q': (4, 4), 'W_K': (4, 4), 'W_V': (4, 4), 'W_O': (4, 4)}
+        """
+        found: dict[str, Floats] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Layer):
+                found |= {f"{name}.{inner}": array for inner, array in value.parameters().items()}
+            elif isinstance(value, np.ndarray):
+                found[name] = value
+        return found
+
+    def parameter_count(self) -> int:
+        """Count the numbers that a model would learn."""
+        return sum(array.size for array in self.parameters().values())
+
+
+class MultiHeadAttention(Layer):
     """Attention with `num_heads` heads, each on its own `embed_dim / num_heads` columns.
 
     The projections `W_Q`, `W_K`, `W_V` and `W_O` are arrays (embed_dim, embed_dim) that multiply from the right. A
@@ -144,14 +166,6 @@ class MultiHeadAttention:
         *lead, _, n, _ = x.shape
         return x.swapaxes(-3, -2).reshape(*lead, n, self.embed_dim)
 
-    def parameters(self) -> dict[str, Floats]:
-        """Return the arrays that a model would learn, by name.
-
-        >>> {name: array.shape for name, array in MultiHeadAttention(embed_dim=4, num_heads=2).parameters().items()}
-        {'W_Q': (4, 4), 'W_K': (4, 4), 'W_V': (4, 4), 'W_O': (4, 4)}
-        """
-        return {"W_Q": self.W_Q, "W_K": self.W_K, "W_V": self.W_V, "W_O": self.W_O}
-
 
 def relu(x: ArrayLike) -> Floats:
     """Compute max(x, 0).
@@ -188,7 +202,7 @@ def gelu(x: ArrayLike) -> Floats:
 ACTIVATIONS = {"relu": relu, "gelu": gelu}
 
 
-class LayerNorm:
+class LayerNorm(Layer):
     """Normalise each token to mean 0 and variance 1, then multiply by `gain` and add `bias`, (embed_dim,) each.
 
     Args:
@@ -223,12 +237,8 @@ class LayerNorm:
 
     __call__ = forward
 
-    def parameters(self) -> dict[str, Floats]:
-        """Return the arrays that a model would learn, by name."""
-        return {"gain": self.gain, "bias": self.bias}
 
-
-class FeedForward:
+class FeedForward(Layer):
     """A network with one hidden layer, applied to each token separately: activation(x W_1 + b_1) W_2 + b_2.
 
     `W_1` (embed_dim, hidden_dim) and `W_2` (hidden_dim, embed_dim) are random, the biases are 0; you can assign others.
@@ -270,12 +280,8 @@ class FeedForward:
 
     __call__ = forward
 
-    def parameters(self) -> dict[str, Floats]:
-        """Return the arrays that a model would learn, by name."""
-        return {"W_1": self.W_1, "b_1": self.b_1, "W_2": self.W_2, "b_2": self.b_2}
 
-
-class TransformerBlock:
+class TransformerBlock(Layer):
     """Multi-head attention and a feed-forward network, each with a residual connection and a normalisation.
 
     Its parts are `attention`, `feed_forward`, `attention_norm` and `feed_forward_norm`; you can read and assign their
@@ -309,9 +315,9 @@ class TransformerBlock:
     ) -> None:
         self.norm = as_choice("TransformerBlock", "norm", norm, ["pre", "post"])
         self.attention = MultiHeadAttention(embed_dim, num_heads, seed=seed)
+        self.attention_norm = LayerNorm(embed_dim)
         hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.feed_forward = FeedForward(embed_dim, hidden_dim, activation=activation, seed=seed)
-        self.attention_norm = LayerNorm(embed_dim)
         self.feed_forward_norm = LayerNorm(embed_dim)
 
     def forward(
@@ -348,24 +354,6 @@ class TransformerBlock:
         return x, weights
 
     __call__ = forward
-
-    def parameters(self) -> dict[str, Floats]:
-        """Return the arrays that a model would learn, by name: "attention.W_Q", "feed_forward.b_1" and so on."""
-        parts: dict[str, MultiHeadAttention | LayerNorm | FeedForward] = {
-            "attention": self.attention,
-            "attention_norm": self.attention_norm,
-            "feed_forward": self.feed_forward,
-            "feed_forward_norm": self.feed_forward_norm,
-        }
-        return {
-            f"{part}.{name}": array
-            for part, layer in parts.items()
-            for name, array in layer.parameters().items()
-        }
-
-    def parameter_count(self) -> int:
-        """Count the numbers that a model would learn."""
-        return sum(array.size for array in self.parameters().values())
 
 
 def dropout(weights: ArrayLike, rate: float, *, seed: int = 0) -> Floats:

@@ -123,21 +123,14 @@ class Canvas:
         opacity: float = MAX_OPACITY,
     ) -> None:
         """Draw a rectangle with an outline, filled with a share of an accent; without text on it, opacity may be 1."""
-        fill = "none"
+        fill = 'fill="none"'
         if accent is not None and share > 0:
-            fill = f'{COLOURS[accent]}" fill-opacity="{opacity * min(share, 1):.3f}'
-        self._add(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" fill="{fill}" '
-            'stroke="currentColor" stroke-opacity="0.45"/>',
-            y + height,
-        )
+            fill = f'fill="{COLOURS[accent]}" fill-opacity="{opacity * min(share, 1):.3f}"'
+        self._add_rectangle(x, y, width, height, f'rx="2" {fill} stroke="currentColor" stroke-opacity="0.45"')
 
-    def bar(self, x: float, y: float, width: float, height: float, accent: Accent = "first") -> None:
-        """Draw a filled bar without text on it."""
-        self._add(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{COLOURS[accent]}"/>',
-            y + height,
-        )
+    def bar(self, x: float, y: float, width: float, height: float, fill: str = FIRST) -> None:
+        """Draw a filled rectangle without an outline; `GROUND` as the filling covers what was drawn before."""
+        self._add_rectangle(x, y, width, height, f'fill="{fill}"')
 
     def line(
         self,
@@ -148,22 +141,14 @@ class Canvas:
         dashed: bool = False,
     ) -> None:
         """Draw a line through points."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         colour = 'currentColor" stroke-opacity="0.6' if accent is None else COLOURS[accent]
-        self._add(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>',
-            max(y for _, y in points),
-        )
+        self._add_path("polyline", points, f'fill="none" stroke="{colour}" stroke-width="{width}"{dash}')
 
     def polygon(self, points: list[tuple[float, float]], *, accent: Accent) -> None:
         """Draw a filled polygon with an outline."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._add(
-            f'<polygon points="{path}" fill="{COLOURS[accent]}" fill-opacity="0.15" stroke="currentColor" '
-            'stroke-opacity="0.6"/>',
-            max(y for _, y in points),
-        )
+        style = f'fill="{COLOURS[accent]}" fill-opacity="0.15" stroke="currentColor" stroke-opacity="0.6"'
+        self._add_path("polygon", points, style)
 
     def arrow(
         self,
@@ -182,10 +167,8 @@ class Canvas:
         left = (x1 - head * dx - 0.45 * head * dy, y1 - head * dy + 0.45 * head * dx)
         right = (x1 - head * dx + 0.45 * head * dy, y1 - head * dy - 0.45 * head * dx)
         self.line([start, (x1 - head * dx, y1 - head * dy)], accent=accent, width=width, dashed=dashed)
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in ((x1, y1), left, right))
-        colour = "currentColor" if accent is None else COLOURS[accent]
-        opacity = ' fill-opacity="0.75"' if accent is None else ""
-        self._add(f'<polygon points="{points}" fill="{colour}"{opacity}/>', y1)
+        colour = 'currentColor" fill-opacity="0.75' if accent is None else COLOURS[accent]
+        self._add_path("polygon", [end, left, right], f'fill="{colour}"')
 
     def dot(self, x: float, y: float, *, accent: Accent | None = None, radius: float = 4) -> None:
         """Draw a filled circle."""
@@ -198,13 +181,6 @@ class Canvas:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="none" stroke="currentColor" '
             'stroke-opacity="0.6"/>',
             y + radius,
-        )
-
-    def sheet(self, x: float, y: float, width: float, height: float) -> None:
-        """Cover what was drawn before with the colour of the ground."""
-        self._add(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{GROUND}"/>',
-            y + height,
         )
 
     def matrix(
@@ -238,6 +214,14 @@ class Canvas:
                 if decimals is not None:
                     at = (x + (j + 0.5) * width, y + (i + 0.5) * height + 0.36 * size)
                     self.text(*at, format_cell(number, decimals), size=size)
+
+    def _add_path(self, element: str, points: list[tuple[float, float]], style: str) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._add(f'<{element} points="{path}" {style}/>', max(y for _, y in points))
+
+    def _add_rectangle(self, x: float, y: float, width: float, height: float, style: str) -> None:
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+        self._add(f"<rect {place} {style}/>", y + height)
 
     def _add(self, element: str, bottom: float) -> None:
         self.elements.append(element)

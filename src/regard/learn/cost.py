@@ -451,13 +451,8 @@ def attention_by_loops(
     >>> result.counts.multiply_adds == 1 * 2 * (2 + 1)
     True
     """
-    Q, K, V = _check_head("attention_by_loops", Q, K, V)
+    Q, K, V, attend = _read_head("attention_by_loops", Q, K, V, mask, true_means)
     (n_q, d_k), (n_k, d_v) = Q.shape, V.shape
-    attend = np.ones((n_q, n_k), dtype=bool)
-    mask = read_mask("attention_by_loops", mask, true_means)
-    if mask is not None:
-        attend &= as_mask("attention_by_loops", mask, (n_q, n_k))
-
     counts = OperationCounts()
     scores, weights, output = np.zeros((n_q, n_k)), np.zeros((n_q, n_k)), np.zeros((n_q, d_v))
     q, k, v = Q.tolist(), K.tolist(), V.tolist()  # plain Python floats
@@ -515,7 +510,10 @@ def attention_by_loops(
     return CountedAttention(output, weights, scores, counts)
 
 
-def _check_head(operation: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
+def _read_head(
+    operation: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike, mask: MaskLike, true_means: TrueMeans
+) -> tuple[Floats, Floats, Floats, Bools]:
+    """Convert the arrays of one head, and the mask to one boolean for each pair; True everywhere without a mask."""
     Q = as_floats(operation, "Q", Q, "q_len", "d_k")
     K = as_floats(operation, "K", K, "kv_len", "d_k")
     V = as_floats(operation, "V", V, "kv_len", "d_v")
@@ -527,7 +525,8 @@ def _check_head(operation: str, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tup
         hint="Select one head of one sequence, e.g. Q[0, 3]. Project queries and keys to the same d_k, and compute K "
         "and V from the same sequence.",
     )
-    return Q, K, V
+    read = read_mask(operation, mask, true_means)
+    return Q, K, V, as_mask(operation, True if read is None else read, (len(Q), len(K)))
 
 
 @dataclass(frozen=True)
@@ -588,12 +587,8 @@ def iter_multiplications(
        5  output[0, 0] += 0.5 · 6  →  3
        6  output[0, 0] += 0.5 · 8  →  7
     """
-    Q, K, V = _check_head("iter_multiplications", Q, K, V)
-    mask = read_mask("iter_multiplications", mask, true_means)
-    weights = attention_by_loops(Q, K, V, mask).weights
-    visible = np.ones(weights.shape, bool)
-    if mask is not None:
-        visible = as_mask("iter_multiplications", mask, weights.shape)
+    Q, K, V, visible = _read_head("iter_multiplications", Q, K, V, mask, true_means)
+    weights = attention_by_loops(Q, K, V, visible).weights
     return _iter_products(Q.tolist(), K.tolist(), V.T.tolist(), weights.tolist(), visible)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from regard.learn.block import MultiHeadAttention, TransformerBlock
-from regard.learn.canvas import WIDTH, Accent, Anchor, Canvas, Figure, format_cell
+from regard.learn.canvas import GROUND, WIDTH, Accent, Anchor, Canvas, Figure, format_cell
 from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.cost import Cost
 from regard.learn.examples import cat, magnitude, projection, tiny_head
@@ -384,13 +384,13 @@ def draw_shapes() -> Figure:
     top = 215
     for layer in (2, 1, 0):
         x, y = 40 + 12 * layer, top + 30 - 12 * layer
-        canvas.sheet(x, y, 72, 90)
+        canvas.bar(x, y, 72, 90, GROUND)
         canvas.matrix(x, y, batch[layer], cell=size)
     caption(90, top + 146, "batch of sequences", batch.shape)
     for head in (0, 1):
         for layer in (2, 1, 0):
             x, y = 220 + 74 * head + 12 * layer, top + 30 - 12 * layer
-            canvas.sheet(x, y, 36, 90)
+            canvas.bar(x, y, 36, 90, GROUND)
             canvas.matrix(x, y, heads[layer, head], cell=size, accent="first" if head == 0 else "second")
         canvas.text(238 + 74 * head, top + 136, f"head {head}", size=12)
     caption(284, top + 160, "batch with heads", heads.shape)

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import ArrayLike
 
-from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
-from regard.learn.validation import Bools, Floats, as_count, as_floats
+from regard.learn.validation import Bools, Floats, as_count, as_floats, require
 
 
 def create_causal_mask(seq_len: int) -> Bools:
@@ -44,8 +43,7 @@ def create_padding_mask(lengths: ArrayLike, max_length: int) -> Bools:
         A boolean mask (batch, 1, 1, max_length), True = attend.
 
     Raises:
-        ArgumentTypeError: If the lengths are not whole numbers in one axis.
-        ArgumentError: If a length is negative or above `max_length`.
+        ArgumentError: If the lengths are not whole numbers in one axis, or one is negative or above `max_length`.
 
     >>> create_padding_mask([2, 3], max_length=4)[:, 0, 0].astype(int)
     array([[1, 1, 0, 0],
@@ -53,20 +51,15 @@ def create_padding_mask(lengths: ArrayLike, max_length: int) -> Bools:
     """
     max_length = as_count("create_padding_mask", "max_length", max_length, minimum=0)
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size > 0):
-        raise ArgumentTypeError(
-            "create_padding_mask",
-            received=f"lengths, {describe_argument(lengths)}",
-            expected="lengths as whole numbers, one for each sequence: shape (batch,)",
-            hint="Count the real tokens of each sequence. If you have a table of them, use table.sum(axis=1).",
-        )
-    if (lengths < 0).any() or (lengths > max_length).any():
-        raise ArgumentError(
-            "create_padding_mask",
-            received=f"lengths from {lengths.min()} to {lengths.max()} with max_length {max_length}",
-            expected="lengths between 0 and max_length",
-            hint=f"Raise max_length to {max(lengths.max(), 0)}, or cut the sequences first.",
-        )
+    require(
+        lengths.ndim == 1
+        and (lengths.dtype.kind in "iu" or lengths.size == 0)
+        and bool(((lengths >= 0) & (lengths <= max_length)).all()),
+        "create_padding_mask",
+        received=f"lengths {lengths.tolist()} with max_length {max_length}",
+        expected="whole numbers between 0 and max_length, one for each sequence: shape (batch,)",
+        hint="Count the real tokens of each sequence, and cut those that are too long, or raise max_length.",
+    )
     real: Bools = np.arange(max_length)[None, :] < lengths[:, None]  # (batch, max_length)
     return real[:, None, None, :]
 
@@ -84,7 +77,6 @@ def pad_batch(sequences: Iterable[ArrayLike], *, fill: float = 0.0) -> tuple[Flo
         The batch (batch, max_length, d) and the lengths (batch,).
 
     Raises:
-        ArgumentTypeError: If `sequences` is not iterable.
         ArgumentError: If there is no sequence, or the sequences differ in d.
 
     >>> padded, lengths = pad_batch([[[1, 2]], [[3, 4], [5, 6]]])
@@ -97,22 +89,15 @@ def pad_batch(sequences: Iterable[ArrayLike], *, fill: float = 0.0) -> tuple[Flo
     >>> lengths
     array([1, 2])
     """
-    if not isinstance(sequences, Iterable):
-        raise ArgumentTypeError(
-            "pad_batch",
-            received=f"sequences, {describe_argument(sequences)}",
-            expected="a list of sequences of shape (n, d)",
-            hint="A single sequence is a batch of one: pad_batch([x]).",
-        )
     arrays = [as_floats("pad_batch", f"sequences[{i}]", x, "n", "d") for i, x in enumerate(sequences)]
     shapes = [array.shape for array in arrays]
-    if not arrays or any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
-        raise ArgumentError(
-            "pad_batch",
-            received=f"sequences of shapes {shapes}",
-            expected="at least one sequence, each of shape (n, d) with the same d",
-            hint="Use the same d for every token of every sequence.",
-        )
+    require(
+        bool(arrays) and all(len(shape) == 2 and shape[1] == shapes[0][1] for shape in shapes),
+        "pad_batch",
+        received=f"sequences of shapes {shapes}",
+        expected="at least one sequence, each of shape (n, d) with the same d",
+        hint="Use the same d for every token of every sequence.",
+    )
     lengths = np.array([len(array) for array in arrays], dtype=np.int64)
     padded = np.full((len(arrays), lengths.max(), shapes[0][1]), fill, dtype=np.float64)
     for row, array in zip(padded, arrays, strict=True):

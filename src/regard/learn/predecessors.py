@@ -35,6 +35,16 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike
 
+from regard.learn.by_hand import (
+    RowInputs,
+    StepsOutputWeights,
+    WorkedStep,
+    as_text,
+    explain_aggregation,
+    explain_normalisation,
+    format_lines,
+    work_out,
+)
 from regard.learn.checked import CheckedAttention
 from regard.learn.softmax_alternatives import normalised_relu
 from regard.learn.validation import (
@@ -297,6 +307,25 @@ class AdditiveAttention(CheckedAttention):
                     counts.pair_multiply_adds += 1
                 scores[i, j] = score
         return CountedScores(scores, counts)
+
+
+@work_out.register
+def _work_out_additive(attention: AdditiveAttention, inputs: RowInputs) -> StepsOutputWeights:
+    row, arrays = inputs.row, (inputs.Q, inputs.K, inputs.V)
+    output, weights = attention.forward(*arrays)
+    scores = attention.compute_scores(inputs.Q, inputs.K)[row]
+    query, keys = as_text(inputs.Q[row] @ attention.W_Q), inputs.K @ attention.W_K
+    lines = [
+        [token, f"{as_text(attention.w)}·tanh({query} + {as_text(key)}) = {as_text(score)}"]
+        for token, key, score in zip(inputs.tokens, keys, scores, strict=True)
+    ]
+    steps = [
+        WorkedStep("1. Compare the query with each key: w · tanh(query W_Q + key W_K)", format_lines(lines)),
+        WorkedStep("2. No scaling: tanh already keeps the scores small", ()),
+        explain_normalisation(attention, scores, weights[row]),
+        explain_aggregation(weights[row], inputs.V, output[row]),
+    ]
+    return steps, output[row], weights[row]
 
 
 @dataclass

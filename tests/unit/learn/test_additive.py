@@ -64,3 +64,17 @@ def test_additive_attention_over_batches_and_masked_keys() -> None:
         np.testing.assert_allclose(weights[b, :, :length], alone[1], atol=1e-14)
         K[b, length:] = V[b, length:] = math.nan
     np.testing.assert_allclose(layer(Q, K, V, mask)[0], output, atol=1e-14)
+
+
+def test_a_row_by_hand_has_the_additive_scores_and_no_scale() -> None:
+    rng = np.random.default_rng(0)
+    attention = AdditiveAttention(d_q=2, d_k=3, hidden_dim=5)
+    Q, K, V = rng.normal(size=(4, 2)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
+    row = attention.explain(Q, K, V, query_idx=1)
+    scores = [float(np.tanh(Q[1] @ attention.W_Q + key @ attention.W_K) @ attention.w) for key in K]
+    for line, score in zip(row.steps[0].lines, scores, strict=True):
+        assert float(line.rpartition("= ")[2].replace("−", "-")) == pytest.approx(score, abs=6e-5)
+    weights = np.exp(scores) / np.exp(scores).sum()
+    np.testing.assert_allclose(row.weights, weights, rtol=1e-12)
+    np.testing.assert_allclose(row.output, weights @ V, rtol=1e-12)
+    assert "No scaling" in row.steps[1].title

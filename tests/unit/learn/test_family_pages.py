@@ -87,7 +87,7 @@ def test_the_table_has_all_fifteen():
 @every_mechanism
 def test_the_listed_code_gives_the_numbers(mechanism):
     assert len(mechanism.code.split("\n")) <= 75
-    for unwanted in ("ArrayLike", "Floats", "raise", ">>>"):
+    for unwanted in ("ArrayLike", "Floats", "raise", "require", ">>>"):
         assert unwanted not in mechanism.code or mechanism.name == "scaled_dot_product"
     names = dict(vars(__import__(mechanism.attention_class.__module__, fromlist=["_"])))
     exec(mechanism.code, names)

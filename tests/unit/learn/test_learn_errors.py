@@ -91,27 +91,15 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     ),
     (lambda: create_causal_mask(-1), "create_causal_mask", "seq_len -1", "at least 0", "shape of an array"),
     (lambda: create_causal_mask(3.0), "create_causal_mask", "float 3.0", "whole number", "int(seq_len)"),  # type: ignore[arg-type]
-    (
-        lambda: create_padding_mask([2, 9], 5),
-        "create_padding_mask",
-        "from 2 to 9",
-        "0 and max_length",
-        "to 9",
-    ),
-    (lambda: create_padding_mask([-1], 5), "create_padding_mask", "from -1 to -1", "0 and max_length", "cut"),
-    (
-        lambda: create_padding_mask([[1, 1]], 5),
-        "create_padding_mask",
-        "(1, 2)",
-        "shape (batch,)",
-        "sum(axis=1)",
-    ),
-    (
-        lambda: create_padding_mask([1.5], 5),
-        "create_padding_mask",
-        "float64",
-        "whole numbers",
-        "Count the real",
+    *(
+        (
+            lambda lengths=lengths: create_padding_mask(lengths, 5),
+            "create_padding_mask",
+            f"lengths {lengths}",
+            "whole numbers between 0 and max_length",
+            "Count the real tokens",
+        )
+        for lengths in ([2, 9], [-1], [[1, 1]], [1.5])
     ),
     (lambda: MultiHeadAttention(10, 4), "MultiHeadAttention", "num_heads 4", "equal width", "[1, 2, 5, 10]"),
     (
@@ -217,7 +205,6 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "exponential",
     ),
     (lambda: pad_batch([X32, X34]), "pad_batch", "[(3, 2), (3, 4)]", "same d", "same d for every token"),
-    (lambda: pad_batch(5), "pad_batch", "int 5", "list of sequences", "pad_batch([x])"),  # type: ignore[arg-type]
     (lambda: pad_batch([]), "pad_batch", "[]", "at least one", "same d for every token"),
 ]
 

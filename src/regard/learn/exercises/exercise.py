@@ -61,6 +61,12 @@ def parse_array(value: Any) -> Any:
     return array
 
 
+def _count_wrong(wrong: Any, size: int) -> str:
+    """Describe the wrong entries of an array: how many of its `size` they are, and the index of the first."""
+    count = "One entry is" if len(wrong) == 1 else f"{len(wrong)} of {size} entries are"
+    return f"{count} wrong, the first at [{', '.join(map(str, wrong[0]))}]"
+
+
 @dataclass(frozen=True)
 class NumericAnswer(AnswerType):
     """A number or an array of numbers, correct to about three digits; axes of length one are ignored."""
@@ -107,10 +113,8 @@ class NumericAnswer(AnswerType):
             return f"{format_number(answer.item())} is too {'large' if answer.item() > expected.item() else 'small'}."
         answer = answer.reshape(expected.shape)
         wrong = np.argwhere(~np.isclose(answer, expected, atol=self.atol, rtol=self.rtol))
-        position = tuple(int(i) for i in wrong[0])
-        index = ", ".join(map(str, position))
-        count = "One entry is" if len(wrong) == 1 else f"{len(wrong)} of {expected.size} entries are"
-        return f"{count} wrong, the first at [{index}], where you have {format_number(answer[position])}."
+        first = format_number(answer[tuple(wrong[0])])
+        return f"{_count_wrong(wrong, expected.size)}, where you have {first}."
 
 
 @dataclass(frozen=True)
@@ -149,9 +153,7 @@ class MaskAnswer(AnswerType):
         if answer.shape != expected.shape:
             faults.append(f"Expected shape {expected.shape}, got {answer.shape}.")
         elif (wrong := np.argwhere(answer.astype(bool) != expected)).size:
-            index = ", ".join(map(str, wrong[0]))
-            count = "One entry is" if len(wrong) == 1 else f"{len(wrong)} of {expected.size} entries are"
-            faults.append(f"{count} wrong, the first at [{index}]: may this query attend to that key?")
+            faults.append(f"{_count_wrong(wrong, expected.size)}: may this query attend to that key?")
         return " ".join(faults)
 
 

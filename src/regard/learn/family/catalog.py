@@ -11,7 +11,7 @@ import inspect
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -166,9 +166,6 @@ class MechanismPage:
     def __str__(self) -> str:
         m = self.mechanism
         uses = [line for use in m.uses for line in _wrap(str(use), "  ", "    ")]
-        matrices = [("Weights", self.weights)]
-        if self.weights.ndim > 2:
-            matrices = [(f"Weights of head {h}", head) for h, head in enumerate(self.weights)]
         return "\n".join(
             [
                 f"{self.number}. {m.title}",
@@ -180,8 +177,7 @@ class MechanismPage:
                 *_wrap(f"Here: {m.call}. {m.setting}"),
                 *(f"\n{row}" for row in self.worked_rows),
                 "",
-                *(f"{name}\n{_format_matrix(m, matrix, m.example.tokens)}\n" for name, matrix in matrices),
-                f"Output\n{_format_matrix(m, self.output, range(self.output.shape[-1]))}",
+                _format_numbers(m, self.weights, self.output),
                 "",
                 "Used in",
                 *uses,
@@ -196,7 +192,7 @@ class MechanismPage:
         """Return the problem, the formula and the numbers; the steps by hand and the class are folded."""
         m = self.mechanism
         worked_rows = "\n\n".join(str(row) for row in self.worked_rows)
-        numbers = _format_beside(m, self.weights, self.output)
+        numbers = _format_numbers(m, self.weights, self.output)
         titles = " and ".join(row.title.partition(" by hand")[0] for row in self.worked_rows)
         uses = "; ".join(str(use) for use in m.uses)
         return (
@@ -244,7 +240,7 @@ class FamilyTable:
         ]
 
 
-def _format_beside(m: Mechanism, weights: Floats, output: Floats) -> str:
+def _format_numbers(m: Mechanism, weights: Floats, output: Floats) -> str:
     """Format the weights of each head beside its columns of the output, so that a row can be read across."""
     heads = weights if weights.ndim == 3 else weights[None]
     width = output.shape[-1] // len(heads)
@@ -260,11 +256,6 @@ def _format_beside(m: Mechanism, weights: Floats, output: Floats) -> str:
             f"{title} → output\n{format_table(rows, ['', *m.example.tokens, '', *map(str, columns)])}"
         )
     return "\n\n".join(blocks)
-
-
-def _format_matrix(m: Mechanism, matrix: Floats, headings: Iterable[object]) -> str:
-    rows = [[name, *(f"{x:.4f}" for x in row)] for name, row in zip(m.query_tokens, matrix, strict=True)]
-    return format_table(rows, ["", *map(str, headings)])
 
 
 def _wrap(text: str, first: str = "", rest: str | None = None) -> list[str]:
