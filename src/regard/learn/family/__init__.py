@@ -118,15 +118,13 @@ def show(name: str, row: int | None = None) -> MechanismPage:
     >>> page.mechanism.uses[0].source
     'Su et al. 2021, arXiv 2104.09864'
     """
-    names = [mechanism.name for mechanism in MECHANISMS]
-    index = names.index(as_choice("family.show", "name", name, names))
-    mechanism = MECHANISMS[index]
+    named = {mechanism.name: mechanism for mechanism in MECHANISMS}
+    mechanism = named[as_choice("family.show", "name", name, named)]
     rows = mechanism.worked_rows
     if row is not None:
         last = len(mechanism.query_tokens) - 1
         rows = (check_count(row, 0, last, "family.show", "row", "", "It counts the queries from 0."),)
-    output, weights = mechanism.run()
-    return MechanismPage(index + 1, mechanism, tuple(map(mechanism.explain, rows)), output, weights)
+    return MechanismPage(mechanism, tuple(map(mechanism.explain, rows)), *mechanism.run())
 
 
 def table() -> FamilyTable:
@@ -138,11 +136,7 @@ def table() -> FamilyTable:
     >>> print(str(table()).split(chr(10))[3])
     3   Causal  ...  5×5  [1, 0, 0, 0]
     """
-    rows = []
-    for number, mechanism in enumerate(MECHANISMS, start=1):
-        output, weights = mechanism.run()
-        rows.append((number, mechanism, weights.shape, output[0]))
-    return FamilyTable(tuple(rows))
+    return FamilyTable(tuple((mechanism, *mechanism.run()) for mechanism in MECHANISMS))
 
 
 def gallery() -> Gallery:
@@ -154,6 +148,4 @@ def gallery() -> Gallery:
     >>> len(gallery().tiles)
     15
     """
-    return Gallery(
-        tuple((n, mechanism, mechanism.run()[1]) for n, mechanism in enumerate(MECHANISMS, start=1))
-    )
+    return Gallery(tuple((mechanism, *mechanism.run()) for mechanism in MECHANISMS))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import html
 import inspect
+import itertools
 import re
 import textwrap
 import tomllib
@@ -62,6 +63,7 @@ class Mechanism:
     """One kind of attention as data: its description, its formula, its class and the example it runs on.
 
     Attributes:
+        number: The number of the mechanism in the book, counted from 1.
         name: The name that `family.show` takes.
         title: The name in headings and tables.
         problem: The problem it solves.
@@ -84,6 +86,7 @@ class Mechanism:
     array([0.8176, 0.1824, 0.    , 0.    , 0.    ])
     """
 
+    number: int
     name: str
     title: str
     problem: str
@@ -146,7 +149,6 @@ class MechanismPage:
     """A mechanism with its numbers: rows worked by hand, the whole output and all weights; `print` it to read it.
 
     Attributes:
-        number: The number of the mechanism in the book, counted from 1.
         mechanism: The mechanism.
         worked_rows: The rows worked by hand.
         output: The output (q_len, d_v).
@@ -157,7 +159,6 @@ class MechanismPage:
     (5, 5)
     """
 
-    number: int
     mechanism: Mechanism
     worked_rows: tuple[WorkedRow, ...]
     output: Floats
@@ -168,7 +169,7 @@ class MechanismPage:
         uses = [line for use in m.uses for line in _wrap(str(use), "  ", "    ")]
         return "\n".join(
             [
-                f"{self.number}. {m.title}",
+                f"{m.number}. {m.title}",
                 "",
                 *_wrap(m.problem),
                 "",
@@ -207,14 +208,14 @@ class MechanismPage:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FamilyTable:
-    """All mechanisms in a table; `rows` hold the number, the mechanism, the shape of its weights and output row 0.
+    """All mechanisms in a table; `rows` hold a mechanism each, its output (q_len, d_v) and its weights.
 
     >>> from regard.learn import family
     >>> len(family.table().rows)
     15
     """
 
-    rows: tuple[tuple[int, Mechanism, tuple[int, ...], Floats], ...]
+    rows: tuple[tuple[Mechanism, Floats, Floats], ...]
 
     def __str__(self) -> str:
         headings, *body = self._cells()
@@ -229,14 +230,8 @@ class FamilyTable:
     def _cells(self) -> list[list[str]]:
         headings = ["", "mechanism", "what changes", "weights", "output of row 0"]
         return [headings] + [
-            [
-                f"{number}",
-                mechanism.title,
-                mechanism.changes,
-                "×".join(map(str, shape)),
-                format_vector(output),
-            ]
-            for number, mechanism, shape, output in self.rows
+            [f"{m.number}", m.title, m.changes, "×".join(map(str, weights.shape)), format_vector(output[0])]
+            for m, output, weights in self.rows
         ]
 
 
@@ -332,25 +327,25 @@ class Gallery:
     """The weights of all mechanisms as heatmaps; a notebook shows them side by side.
 
     Attributes:
-        tiles: The number, the mechanism and the weights (…, q_len, kv_len) of each.
+        tiles: A mechanism each, its output (q_len, d_v) and its weights (…, q_len, kv_len).
 
     >>> from regard.learn import family
     >>> family.gallery()
     <15 heatmaps, scaled_dot_product to sink_softcap>
     """
 
-    tiles: tuple[tuple[int, Mechanism, Floats], ...]
+    tiles: tuple[tuple[Mechanism, Floats, Floats], ...]
 
     def __repr__(self) -> str:
-        return f"<{len(self.tiles)} heatmaps, {self.tiles[0][1].name} to {self.tiles[-1][1].name}>"
+        return f"<{len(self.tiles)} heatmaps, {self.tiles[0][0].name} to {self.tiles[-1][0].name}>"
 
     def _repr_html_(self) -> str:
         items = []
-        for number, mechanism, weights in self.tiles:
-            link = f'<a href="#{make_anchor(mechanism.title)}">{number}. {html.escape(mechanism.title)}</a>'
+        for m, _, weights in self.tiles:
+            link = f'<a href="#{make_anchor(m.title)}">{m.number}. {html.escape(m.title)}</a>'
             items.append(
-                f'<li style="margin: 0">{draw_heatmap(mechanism, weights)}<div><b>{link}</b></div>'
-                f'<div style="font-size: 0.85em">{html.escape(mechanism.changes)}</div></li>'
+                f'<li style="margin: 0">{draw_heatmap(m, weights)}<div><b>{link}</b></div>'
+                f'<div style="font-size: 0.85em">{html.escape(m.changes)}</div></li>'
             )
         return f'<ul class="regard-gallery" style="{GRID}">{"".join(items)}</ul>'
 
@@ -413,12 +408,13 @@ EXAMPLES = {
 }
 
 
-def _read_mechanism(entry: dict[str, Any]) -> Mechanism:
+def _read_mechanism(number: int, entry: dict[str, Any]) -> Mechanism:
     """Build a mechanism from an entry of the file: look up its class, its base classes and its example."""
     name = entry["name"]
     classes = [getattr(variants, base) for base in entry.pop("bases", ())]
     example = EXAMPLES.get(name, cat)
     return Mechanism(
+        number=number,
         attention_class=getattr(variants, entry.pop("class"), ScaledDotProductAttention),
         base_classes=tuple(classes),
         worked_rows=tuple(entry.pop("worked_rows", (0,))),
@@ -433,7 +429,7 @@ CATALOG = tomllib.loads(
     resources.files("regard.learn.family").joinpath("mechanisms.toml").read_text(encoding="utf-8")
 )
 # The fifteen mechanisms in the order of the chapter; `family.show` and `family.table` print them.
-MECHANISMS: tuple[Mechanism, ...] = tuple(map(_read_mechanism, CATALOG["mechanism"]))
+MECHANISMS = tuple(map(_read_mechanism, itertools.count(1), CATALOG["mechanism"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -566,7 +562,7 @@ class NamedTable:
 
     def __str__(self) -> str:
         plain = attention(cat.Q, cat.K).to_dense()
-        numbers = {mechanism.name: number for number, mechanism in enumerate(MECHANISMS, start=1)}
+        numbers = {mechanism.name: mechanism.number for mechanism in MECHANISMS}
         cells = [
             [
                 variant.name,
