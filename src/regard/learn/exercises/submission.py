@@ -22,7 +22,7 @@ import tempfile
 import time
 import tokenize
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -32,10 +32,10 @@ from typing import Any
 from regard.errors import ArgumentError
 from regard.learn.exercises.catalog import EXERCISES, get_exercise
 from regard.learn.exercises.exercise import (
-    CheckResult,
     Exercise,
     check_answer,
     describe_exception,
+    record_answers,
     report_problems,
 )
 
@@ -287,24 +287,6 @@ def _split_after_answers(code: str) -> list[str]:
     return ["\n" * i + "\n".join(lines[i:j]) for i, j in pairwise([*ends, len(lines)])]
 
 
-@contextlib.contextmanager
-def _record_checks(number: int, answers: list[Any]) -> Iterator[None]:
-    """Append the answers that a file itself passes to `exercises.check`, as the notebooks of the book do."""
-    from regard.learn import exercises
-
-    check = exercises.check
-
-    def record(n: int, answer: Any) -> CheckResult:
-        answers.extend([answer] if n == number else [])
-        return check(n, answer)
-
-    exercises.check = record
-    try:
-        yield
-    finally:
-        exercises.check = check
-
-
 class _Shell:
     """Stands for the shell of a notebook, whose commands do nothing here."""
 
@@ -312,7 +294,7 @@ class _Shell:
         return lambda *args, **options: None
 
 
-def _run_cells(path: Path, n: int) -> tuple[dict[str, Any], list[Any], list[str]]:
+def _run_cells(path: Path, exercise: Exercise) -> tuple[dict[str, Any], list[Any], list[str]]:
     """Run a file; return its variables, its answers in order, and its errors. After an error, the next cell runs."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     if path.suffix.lower() == ".ipynb":
@@ -324,7 +306,7 @@ def _run_cells(path: Path, n: int) -> tuple[dict[str, Any], list[Any], list[str]
     except (OSError, ValueError) as error:
         return names, answers, [str(error)]
     titles = {title for title, _ in cells}
-    with _record_checks(n, answers):
+    with record_answers(exercise, answers):  # those that the file itself passes to `exercises.check`
         for title, text in cells:
             try:
                 for piece in _split_after_answers(text):
@@ -343,7 +325,7 @@ def check_here(exercise: Exercise, path: Path) -> dict[str, Any]:
     The answer is the last one that the file leaves in `answer` or passes to `exercises.check`. Parts that it lacks are
     taken from functions of the same names, and without an answer all parts are taken from variables.
     """
-    names, answers, errors = _run_cells(path, EXERCISES.index(exercise) + 1)
+    names, answers, errors = _run_cells(path, exercise)
     parts = [part.name for part in exercise.parts]
     fitting = [it for it in answers if not isinstance(it, Mapping) or any(name in it for name in parts)]
     answer: Any = (fitting or answers or [{}])[-1]
