@@ -21,6 +21,7 @@ import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
 from regard.lens import model_page  # noqa: E402
 from regard.render.text import escape_unprintable  # noqa: E402
+from tests.helpers.story_model import load_numpy, load_torch  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 CAT = "The cat sat on the mat because it was tired."
@@ -390,6 +391,47 @@ def test_weights_on_screen_are_those_of_python(whole, show):
         want = dense[layer][head, i, j]
         rounded = 5e-5 if want >= 9e-4 else 5e-4 * want  # to four digits
         assert abs(float(text) - want) <= tolerance(want, error) + rounded
+
+
+@pytest.mark.slow
+def test_a_cell_shows_how_its_weight_arose(show):
+    gpt = load_numpy()
+    run = gpt("Zobi and Rumo went to the park. Zobi had a kite, and gave it to")
+    recording = watched(load_torch(), tokens=torch.tensor(run.tokens)[None])
+    page = recording.page([piece.strip() or "⏎" for piece in run.pieces])
+    tab = show(page)
+    tab.goto(tab.url.split("#")[0] + "#layer=3&head=6&query=19&key=4")
+    tab.reload()
+    tab.locator(".cell-card .weight").wait_for()
+    assert tab.locator("#weight-steps").is_hidden()
+    tab.locator("canvas.map").focus()
+    tab.keyboard.press("ArrowDown")
+    tab.keyboard.press("Enter")
+    tab.locator("#steps-score td").first.wait_for()
+    read = "cells => cells.map((cell) => Number(cell.dataset.value))"
+    rows = [
+        np.concatenate(
+            [
+                table.locator(f"tbody tr:nth-child({row}) td").evaluate_all(read)
+                for table in tab.locator("#steps-products table").all()
+            ]
+        )
+        for row in (1, 2, 3)
+    ]
+    query, key, weights = run.query[3, 6, 20], run.key[3, 6, 4], run.weights[3, 6, 20]
+    np.testing.assert_allclose(rows, [query, key, query * key], rtol=3e-3, atol=1e-3)  # halves
+    total, scale, score = tab.locator("#steps-score td[data-value]").evaluate_all(read)
+    assert total == pytest.approx(np.sum(rows[2]), abs=1e-9) and scale == pytest.approx(32**-0.5)
+    assert score == pytest.approx(total * scale, rel=1e-6)
+    shown = tab.locator("#steps-softmax tbody tr:nth-child(3) td").evaluate_all(read)
+    assert max(shown) == pytest.approx(weights.max(), rel=stated(page)["relative"] + 1e-6)
+    assert "not the values" in tab.locator("#steps-missing").text_content()
+    tab.locator("#mean").click()
+    assert tab.locator("#weight-steps").is_hidden()
+    tab.locator("canvas.map").focus()
+    tab.keyboard.press("ArrowUp")
+    tab.keyboard.press("Enter")
+    tab.locator("#weight-steps", has_text="mean over heads").wait_for()
 
 
 @pytest.mark.slow

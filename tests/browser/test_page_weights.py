@@ -147,7 +147,7 @@ CASES = {name: lambda mask=mask: one(mask) for name, mask in MASKS.items()} | {
 
 
 def weights_in_node(*payloads) -> list[np.ndarray]:
-    """All weights as a page computes them: by cell, by row, as a tile, as a picture of single cells; and the mask."""
+    """All weights as a page computes them: by cell, by row, as a tile, as a picture; the mask; and by steps."""
     given = []
     for payload in payloads:
         arrays: list[encoding.EncodedArray] = []
@@ -158,7 +158,7 @@ def weights_in_node(*payloads) -> list[np.ndarray]:
         const found = [];
         for (const [record, texts, pairs] of [{", ".join(given)}]) {{
           const load = ({{ array, encoding }}) => decodeArray(encoding, texts[array]), [rows, keys] = record.size;
-          const all = [[], [], [], [], []];
+          const all = [[], [], [], [], [], []];
           for (let pair = 0; pair < pairs; pair++) {{
             const head = await loadHead(record, pair, load);
             for (let i = 0; i < rows; i++) {{
@@ -167,6 +167,7 @@ def weights_in_node(*payloads) -> list[np.ndarray]:
                 const {{ weight, masked }} = cellWeight(head, i, j);
                 all[0].push(weight);
                 all[4].push(Number(masked));
+                all[5].push(explainCell(head, i, j).weight);
               }}
             }}
             all[2].push(...tileWeights(head, 0, 1, rows, 0, 1, keys));
@@ -180,7 +181,7 @@ def weights_in_node(*payloads) -> list[np.ndarray]:
         "matrix/weights",
     )
     return [
-        np.array(numbers, float).reshape(5, *payload.problem.shape)
+        np.array(numbers, float).reshape(6, *payload.problem.shape)
         for numbers, payload in zip(json.loads(output), payloads, strict=True)
     ]
 
@@ -201,7 +202,7 @@ def answers():
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_in_node_are_within_the_stated_error(answers, case):
-    matrix, payload, (cells, rows, tile, picture, masked) = answers[case]
+    matrix, payload, (cells, rows, tile, picture, masked, explained) = answers[case]
     error, wanted = payload.error, matrix.to_dense().reshape(cells.shape)
     assert np.isfinite(error.relative) and error.found_relative <= error.relative
     assert error.found_absolute <= error.absolute <= 1 and error.compared >= wanted.size / 64
@@ -214,6 +215,7 @@ def test_weights_in_node_are_within_the_stated_error(answers, case):
     if not matrix.problem.score_mods:  # a bias of −inf is a score, in the page
         np.testing.assert_array_equal(masked == 0, live)
     assert (cells[~live] == 0).all()
+    np.testing.assert_allclose(explained, cells, rtol=1e-9, atol=1e-300)
     for other in (rows, tile, np.where(masked == 1, 0, picture)):
         np.testing.assert_allclose(other, cells, rtol=1e-7, atol=1e-37)  # they are float32
     assert ((picture == -1) == (masked == 1)).all()

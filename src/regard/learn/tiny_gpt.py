@@ -308,6 +308,8 @@ def _read_safetensors(
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     metadata = header.pop("__metadata__")
+    if "pieces" not in metadata:
+        raise ValueError("another kind of model")
     config, about, pieces = (json.loads(metadata[name]) for name in ("config", "about", "pieces"))
     if not (CONFIG_NAMES <= config.keys() and ABOUT_NAMES <= about.keys()):
         raise ValueError("another kind of model")

@@ -33,7 +33,7 @@ export function summariseRow(scores, j, lse = null) {
   const { shift, exponentials, ...sums } = softmax(scores), total = lse === null ? sums.total : Math.exp(lse - shift);
   const live = [...scores.keys()].filter((key) => scores[key] !== -Infinity && key !== j).sort((a, b) => scores[b] - scores[a] || a - b);
   const keys = [...live.slice(0, SHOWN_KEYS - 1), j].sort((a, b) => a - b), take = (numbers) => keys.map((key) => numbers[key]);
-  const weights = exponentials.map((x) => x / total), sum = (numbers) => numbers.reduce((a, b) => a + b, 0), shown = take(weights);
+  const weights = exponentials.map((x, key) => (scores[key] === -Infinity ? 0 : x / total)), sum = (numbers) => numbers.reduce((a, b) => a + b, 0), shown = take(weights);
   return {
     score: scores[j], weight: weights[j], keys, scores: take(scores), exponentials: take(exponentials), weights: shown,
     shift, total, others: live.length + 1 - keys.length, rest: sum(weights) - sum(shown), sink: 1 - sum(weights),
