@@ -26,6 +26,7 @@ LONG = (
     *(
         "14-real-model",
         "15-which-heads-matter",
+        "17-train-one",
         "21-cache-policy",
         "20-many-ranks",
         "14-watch-a-training-run",

@@ -33,7 +33,6 @@ HOSTILE = [
 ]
 
 
-# The page of `explore.model` carries a whole model; its tests are in test_explore_model.py.
 # Colour scheme and width. CI sees each of them once, the nightly run all combinations.
 SCREENS = [
     ("light", 1280),
@@ -42,7 +41,8 @@ SCREENS = [
     pytest.param("dark", 1280, marks=pytest.mark.nightly),
 ]
 
-EXPLORERS = [getattr(explore, name) for name in explore.__all__ if name not in ("Page", "model")]
+# The page of `explore.model` carries a whole model, and `explore.training` has no example; both have their own tests.
+EXPLORERS = [getattr(explore, name) for name in explore.__all__ if name not in ("Page", "model", "training")]
 
 
 def rows_of_scores() -> list[list[float]]:

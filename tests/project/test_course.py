@@ -47,7 +47,7 @@ def test_the_contents_have_all_chapters_times_and_exercises():
     from course import contents_table, estimate_minutes, read_chapters
 
     table = contents_table(read_chapters(DOCS / "book"))
-    assert all(f"]({path.name}) |" in table for path in CHAPTERS) and len(CHAPTERS) == 17
+    assert all(f"]({path.name}) |" in table for path in CHAPTERS) and len(CHAPTERS) == 18
     assert sorted(re.findall(r"exercises/0(\d)", table)) == list("12345678")
     cell = "```{code-cell} ipython3\nexplore.cost()\n```\n"
     assert (estimate_minutes("word " * 1000), estimate_minutes("word " * 1001)) == (5, 10)

@@ -1,4 +1,4 @@
-"""Interactive pages for teaching: `pipeline`, `heatmap`, `geometry`, `scaling`, `cost`, `code` and `model`.
+"""Interactive pages: `pipeline`, `heatmap`, `geometry`, `scaling`, `cost`, `code`, `model` and `training`.
 
 Each function returns a `Page`, a self-contained HTML file with the caller's numbers. The package may import `learn`,
 `pages`, `core` and everything below them.
@@ -24,9 +24,9 @@ Design notes:
 
 from regard._public import set_public_module
 from regard.explore.code_explorer import code
-from regard.explore.explorers import cost, geometry, heatmap, model, pipeline, scaling
+from regard.explore.explorers import cost, geometry, heatmap, model, pipeline, scaling, training
 from regard.pages.html import Page
 
-__all__ = ["Page", "code", "cost", "geometry", "heatmap", "model", "pipeline", "scaling"]
+__all__ = ["Page", "code", "cost", "geometry", "heatmap", "model", "pipeline", "scaling", "training"]
 
 set_public_module(globals())

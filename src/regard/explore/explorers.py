@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from regard.learn.cost import OperationCounts, attention_by_loops, cost_table, i
 from regard.learn.examples import Example, cat, pronoun, three_by_three
 from regard.learn.softmax_alternatives import Sharpness, sharpness, softmax, softmax_jacobian, variance_row
 from regard.learn.tiny_gpt import TinyGPT
-from regard.learn.validation import Bools, Floats
+from regard.learn.validation import Bools, Floats, as_floats, require
 from regard.masks import Mask, causal
 from regard.pages.encoding import encode_array
 from regard.pages.html import Page, build_page, encode_float32
@@ -357,6 +357,74 @@ def _arrow_payload(row: Explanation) -> dict[str, Any]:
     cosines = row.raw_scores / np.where(products == 0, 1.0, products)
     names = ("query", "scores", "weights", "contributions", "output")
     return {"length": length, "cosines": cosines, **{name: getattr(row, name) for name in names}}
+
+
+MAX_CURVES = 3  # each has a colour of its own
+
+
+def training(
+    steps: Sequence[int],
+    loss: Mapping[str, Any],
+    weights: Any,
+    *,
+    tokens: Sequence[str],
+    heads: Sequence[str] | None = None,
+) -> Page:
+    """Build a page with the maps of heads and the loss at checkpoints of a training run, and a slider over them.
+
+    Keep the weights of one text at some steps of the training, and pass them all. Numbers are embedded as float32.
+
+    Args:
+        steps: The steps of training at which the checkpoints were made, ascending.
+        loss: Up to three curves by name, each `(checkpoints,)`. The first is drawn on top.
+        weights: Weights of one text, `(checkpoints, heads, q_len, kv_len)`. At most 512 × 512 in all.
+        tokens: Names of the keys, and of the queries too if there are as many.
+        heads: Names of the heads. Default: their numbers.
+
+    Returns:
+        The page.
+
+    Raises:
+        ArgumentError: If the arrays do not fit together or have too many weights.
+
+    >>> from regard.explore import training
+    >>> halves = [[[1, 0], [0.5, 0.5]]]
+    >>> training([0, 100], {"loss": [3.2, 0.1]}, [halves, halves], tokens=["a", "b"])
+    <page "Attention while it learns", ... kB: save(path) writes it>
+    """
+    operation, names = "explore.training", [escape_unprintable(str(token)) for token in tokens]
+    maps = as_floats(operation, "weights", weights, "checkpoints", "heads", "q_len", "kv_len")
+    curves = {
+        escape_unprintable(name): as_floats(operation, name, loss[name], "checkpoints") for name in loss
+    }
+    lengths = [len(curve) for curve in curves.values()]
+    head_names = [f"head {head}" for head in range(maps.shape[1])] if heads is None else list(heads)
+    q_len, kv_len = maps.shape[-2:]
+    require(
+        maps.size > 0
+        and maps.shape == (len(steps), len(head_names), q_len, len(names))
+        and 1 <= len(loss) <= MAX_CURVES
+        and lengths == [len(steps)] * len(loss),
+        operation,
+        received=f"weights of shape {maps.shape}, {len(steps)} steps, {len(head_names)} heads, {len(names)} tokens, "
+        f"and losses of the lengths {lengths}",
+        expected=f"weights (steps, heads, q_len, tokens) and one to {MAX_CURVES} losses with a number for each step",
+        hint="Keep the loss and the weights at the same steps.",
+    )
+    check_size(operation, maps.size, MAX_WEIGHTS, "weights", "Keep fewer checkpoints or a shorter text.")
+    return build_page(
+        "Attention while it learns",
+        "training",
+        {
+            "steps": [int(step) for step in steps],
+            "loss": curves,
+            "size": maps.shape[1:],
+            "weights": encode_float32(maps),
+            "tokens": names,
+            "queries": names if q_len == kv_len else [f"query {i}" for i in range(q_len)],
+            "heads": [escape_unprintable(str(head)) for head in head_names],
+        },
+    )
 
 
 MAX_SCORES = 40_000  # keeps the page below 300 kB

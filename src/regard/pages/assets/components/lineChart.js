@@ -1,10 +1,10 @@
 // Two or more curves over the values of a slider. The curves stretch with the page, the text does not.
 import { el, svgElement } from "./dom.js";
 
-// `xs` are positive and drawn on a logarithmic axis; `onSelect(index)` is called when a point of the chart is selected.
-export function createLineChart(id, xs, ticks, onSelect) {
-  const widest = Math.log(xs.at(-1)) || 1;
-  const across = (x) => (100 * Math.log(x)) / widest;
+// `xs` ascend, from 1 if the axis is logarithmic; `onSelect(index)` is called when a point of the chart is selected.
+export function createLineChart(id, xs, ticks, onSelect, isLinear = false) {
+  const position = isLinear ? (x) => x - xs[0] : Math.log;
+  const across = (x) => (100 * position(x)) / (position(xs.at(-1)) || 1);
   const lines = svgElement("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" });
   const area = el("div", { class: "area" });
   const top = el("span", { class: "top" });
