@@ -50,6 +50,7 @@ ARRAYS = [
     np.array([1.5, -np.inf, 3e38], np.float32),
     np.array([1e-300, np.pi]),
     np.arange(255, -1, -1).astype(np.uint8).reshape(2, 128),
+    np.arange(-128, 128).astype(np.int8),
     np.array([[5, -7], [2**31 - 1, 0]]),
     np.zeros((0, 4), np.float16),
     np.zeros(0, np.int64),
