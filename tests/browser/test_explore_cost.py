@@ -11,7 +11,7 @@ import pytest
 import regard
 from regard import explore
 from regard.explore.explorers import COUNTERS, DOUBLINGS, MAX_MULTIPLICATIONS, list_events
-from regard.learn import attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
+from regard.learn import Cost, attention_by_loops, cat, cost_table, iter_multiplications, three_by_three
 from regard.render.text import escape_unprintable, format_factor, format_number, format_vector
 from tests.helpers.pages import HOSTILE, SCREENS, common_format, faults, format_matrix
 
@@ -497,3 +497,37 @@ def test_tensors_make_the_same_page():
 def test_cost_refuses(arguments, words):
     with pytest.raises(regard.ArgumentError, match=re.escape(words)):
         explore.cost(**arguments)
+
+
+# -- The bytes that are moved -----------------------------------------------------------------------------
+
+
+def test_every_place_of_the_sliders_counts_the_bytes_of_the_library(show):
+    tab = show(explore.memory())
+    for i, j, k in [(0, 0, 0), (3, 1, 3), (9, 3, 5), (1, 2, 4), (9, 0, 0), (0, 3, 5)]:
+        for name, place in (("n", i), ("d", j), ("rows", k)):
+            tab.locator(f"#{name}").fill(str(place))
+        n, d, rows = 2 ** (8 + i), 2 ** (5 + j), 2 ** (4 + k)
+        cost = Cost(n, n, d, d, itemsize=2)
+        for table_id, total in (("textbook", cost.bytes_moved), ("fused", cost.bytes_moved_fused(rows))):
+            shown = [
+                int(text.replace(",", ""))
+                for text in tab.locator(f"#{table_id} td:nth-child(2)").all_inner_texts()
+            ]
+            assert shown[-1] == sum(shown[:-1]) == total
+        assert tab.locator("#ratio").inner_text() == format_number(
+            cost.bytes_moved / cost.bytes_moved_fused(rows)
+        )
+        tile = 2 * (rows * d + 2 * 128 * d) + 4 * (rows * 128 + rows * d)  # float32 scores and output
+        assert tab.locator("#tile").inner_text() == f"{tile:,}"
+        assert ("does not fit" in tab.locator("#verdict").inner_text()) == (tile > 196_608)
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_the_count_of_bytes_fits_and_axe_finds_no_serious_fault(show, scheme, width):
+    tab = show(explore.memory(), viewport={"width": width, "height": 844}, color_scheme=scheme)
+    tab.locator("#n").focus()
+    tab.keyboard.press("End")
+    tab.locator("#verdict").wait_for()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert faults(tab) == []

@@ -748,3 +748,31 @@ def project_words(vectors: Array) -> Array:
             break
         plane = np.clip(plane + overlaps.sum(1) / 2, -1, 1)
     return np.round(plane, 4)
+
+
+# An A100 as Dao et al. (2022) describe it: fast memory of one processor, and bytes per second of the slow memory.
+FAST_MEMORY, SLOW_BANDWIDTH = 196_608, 1.5e12
+
+
+def memory() -> Page:
+    """Build a page that counts the bytes which attention moves to and from memory, step by step and fused.
+
+    The reader chooses the length, the entries of a head and the queries of a tile. `learn.Cost` counts the same bytes.
+
+    Returns:
+        The page.
+
+    >>> from regard.explore import memory
+    >>> memory()
+    <page "Bytes that attention moves", ... kB: save(path) writes it>
+    """
+    record = {
+        "lengths": [2**power for power in range(8, 18)],
+        "dims": [32, 64, 128, 256],
+        "rows": [2**power for power in range(4, 10)],
+        "columns": 128,
+        "itemsize": 2,
+        "fast": FAST_MEMORY,
+        "bandwidth": SLOW_BANDWIDTH,
+    }
+    return build_page("Bytes that attention moves", "memory", record)

@@ -85,6 +85,30 @@ class Cost:
         """Multiply-adds of the scores and the output together."""
         return self.score_multiply_adds + self.value_multiply_adds
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes moved to and from memory if each step reads its inputs there and writes its result."""
+        vectors = (self.q_len + self.kv_len) * (self.d_k + self.d_v)
+        return (
+            vectors + 4 * self.entries
+        ) * self.itemsize  # the scores and the weights, each written and read
+
+    def bytes_moved_fused(self, rows: int) -> int:
+        """Count the bytes that a fused kernel moves, which reads all keys and values once for each tile of queries.
+
+        Args:
+            rows: Queries of a tile.
+
+        Returns:
+            The bytes moved to and from memory.
+
+        >>> cost = Cost(q_len=2048, kv_len=2048, d_k=64, d_v=64, itemsize=2)
+        >>> cost.bytes_moved / cost.bytes_moved_fused(rows=128)
+        3.88...
+        """
+        vectors = self.d_k + self.d_v
+        return (self.q_len + -(-self.q_len // rows) * self.kv_len) * vectors * self.itemsize
+
     def by_step(self) -> FourStepTable:
         """Split the cost between the four steps; `attention_by_loops` counts the same numbers one by one.
 

@@ -490,6 +490,39 @@ def draw_block() -> Figure:
     )
 
 
+def draw_memory() -> Figure:
+    """Draw the memories of a graphics card with their sizes and speeds, and the bytes that attention moves."""
+    canvas = Canvas()
+    memories = (
+        ("on the chip", "20 MB", "19 TB/s", 110),
+        ("HBM, on the card", "40 GB", "1.5 TB/s", 210),
+        ("memory of the computer", "over 1 TB", "12.8 GB/s", 310),
+    )
+    centre, y = WIDTH / 2, 30.0
+    canvas.text(centre, 15, "arithmetic", bold=True)
+    for name, size, speed, width in memories:
+        canvas.arrow((centre - 8, y + 26), (centre - 8, y - 6))
+        canvas.arrow((centre + 8, y - 6), (centre + 8, y + 26))
+        canvas.text(centre + 18, y + 14, speed, anchor="start", size=12)
+        canvas.box(centre - width / 2, y + 30, width, 40, accent="first", share=110 / width)
+        canvas.text(centre, y + 47, name, bold=True)
+        canvas.text(centre, y + 63, size, size=12)
+        y += 80
+    cost = Cost(8192, 8192, 64, 64, itemsize=2)
+    steps, fused = cost.bytes_moved / 1e6, cost.bytes_moved_fused(rows=128) / 1e6
+    canvas.text(centre - 18, 119, f"steps {steps:.0f} MB,", anchor="end", size=12)
+    canvas.text(centre - 18, 133, f"fused {fused:.0f} MB", anchor="end", size=12)
+    return canvas.figure(
+        "memory",
+        "The faster a memory, the smaller it is. Between the chip and the card, a head of 8,192 tokens moves "
+        f"{steps:.0f} MB step by step, and {fused:.0f} MB fused.",
+        "Three memories below each other, each larger and slower than the one above: on the chip, 20 MB at 19 TB a "
+        "second; on the card, 40 GB at 1.5 TB a second; of the computer, over 1 TB at 12.8 GB a second. Between the "
+        f"first and the second, the four steps move {steps:.0f} MB for a head of 8,192 tokens with 64 entries, and a "
+        f"fused kernel {fused:.0f} MB.",
+    )
+
+
 __all__ = ["Figure", "NAMES", "draw"]
 
 _FIGURES: dict[str, Callable[[], Figure]] = {
@@ -503,6 +536,7 @@ _FIGURES: dict[str, Callable[[], Figure]] = {
     "block": draw_block,
     "shapes": draw_shapes,
     "crossing": draw_crossing,
+    "memory": draw_memory,
 }
 # The names of the figures, in the order of the chapters.
 NAMES: tuple[str, ...] = tuple(_FIGURES)

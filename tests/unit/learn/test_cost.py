@@ -162,3 +162,20 @@ def test_profile_keeps_tracing_that_was_already_on() -> None:
         assert tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "d_k", "d_v", "rows"), [(7, 11, 3, 5, 2), (8, 8, 4, 4, 8), (5, 13, 2, 3, 9)]
+)
+def test_bytes_moved_are_those_of_the_arrays_that_are_read_and_written(q_len, kv_len, d_k, d_v, rows):
+    Q, K, V = (np.ones(shape, np.float16) for shape in ((q_len, d_k), (kv_len, d_k), (kv_len, d_v)))
+    scores = Q @ K.T
+    weights = scores / scores.sum(axis=1, keepdims=True)
+    steps = [Q, K, scores, scores, weights, weights, V, weights @ V]
+    fused = []
+    for start in range(0, q_len, rows):
+        tile = Q[start : start + rows]
+        fused += [tile, K, V, weights[start : start + rows] @ V]
+    cost = Cost(q_len, kv_len, d_k, d_v, itemsize=2)
+    assert cost.bytes_moved == sum(array.nbytes for array in steps)
+    assert cost.bytes_moved_fused(rows) == sum(array.nbytes for array in fused)
