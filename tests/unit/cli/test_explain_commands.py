@@ -80,7 +80,8 @@ def test_a_pickled_file_is_not_loaded(run, tmp_path):
     assert "not an NPZ file of plain arrays" in err
 
 
-@pytest.mark.parametrize("name", [name for name in regard.explore.__all__ if name != "Page"])
+# `explore.training` shows a run of the caller; there is no example to write.
+@pytest.mark.parametrize("name", sorted(set(regard.explore.__all__) - {"Page", "training"}))
 def test_explore_writes_each_page(name, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     opened = []
