@@ -668,7 +668,7 @@ CONTINUATIONS = {
 }
 DEFAULT_TEXT = next(iter(CONTINUATIONS))
 PLANE_WORDS = """Lily Tom Mia Max Ben Sue cat dog bird fox bear frog red blue green yellow black white girl boy mom dad
-friend he she they his her their was were is had has said asked saw found gave took ran went wanted park garden forest
+friend he she they his her their was were is has had said asked saw found gave took ran went wanted park garden forest
 house school beach ball hat kite boat book car happy sad big little cake bread soup apple in on under to from and but"""
 WORD_SIZE = np.array([0.2, 0.1])  # width and height of a word in the plane, whose sides are 2
 PUSHES = 120  # rounds in which words that overlap are moved apart

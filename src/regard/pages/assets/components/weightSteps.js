@@ -1,5 +1,5 @@
 // How one weight of a head arose, and what it does: query and key of the two tokens, their products, the score, the softmax of
-// the row, the value it mixes, and what that writes into the residual stream. The same steps and flights as in the pipeline.
+// the row, the value it mixes, and what that writes into the residual stream, with the steps and flights of the pipeline.
 import { bringIntoView } from "./bringIntoView.js";
 import { el, scrollBox, tokenElement } from "./dom.js";
 import { createFlights } from "./flights.js";

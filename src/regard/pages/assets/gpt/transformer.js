@@ -124,7 +124,7 @@ export function createTransformer({ vocabulary, width, heads, layers, hidden, co
     return out.subarray(0, to * vocabulary);
   }
 
-  // The same after one token, (vocabulary).
+  // These probabilities after token i alone, (vocabulary).
   function guessAt(place, i) {
     if (i < guessRows[place]) return guesses[place].subarray(i * vocabulary, (i + 1) * vocabulary);
     let found = null;
