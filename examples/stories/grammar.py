@@ -1,8 +1,8 @@
 """Stories made by a grammar, in which copying pays: a name, colour or thing comes back after other words.
 
 Each template has one or more places marked `|`: the word after it was mentioned before, and nothing else in the story
-tells it. What `is_held_out` names, pairs of a template and a name and one made-up name in ten, does not occur in the
-training text, and is what the tests ask for.
+tells it. What `is_held_out` names, pairs of a template and a name or two jobs, and one made-up name in ten, does not
+occur in the training text, and is what the tests ask for.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ OTHER_TEMPLATES = (
     'Dad lost his {t}. "Where is my |{t}?" he asked. {N} had seen the |{t} in the {p}.',
     "The {a} liked {f}, and the {b} liked {g}. {N} gave {f} to the |{a} and {g} to the |{b}.",
     "{N} saw a {a} on the way to the {p}. {S} was not afraid of the |{a}. At the |{p}, the |{a} was gone.",
+    # The order tells nothing: what one of them had decides.
     "The {j} met the {i} in the {p}. One of them had a {J}. It was the |{j}.",
+    "The {j} met the {i} in the {p}. One of them had a {I}. It was the |{i}.",
+    "The {j} saw the {i}. One of them had a {J}. It was the |{j}.",
     "The {j} saw the {i}. One of them had a {I}. It was the |{i}.",
     *MAT_TEMPLATES,
 )
@@ -137,7 +140,7 @@ def is_held_out_name(name: str) -> bool:
 
 
 def is_held_out(template: str, name: str) -> bool:
-    """Return whether a template with this name is kept for tests."""
+    """Return whether a template with this name, or with these two jobs, is kept for tests."""
     return is_held_out_name(name) or _hash(f"{template}: {name}") % 6 == 0
 
 
@@ -157,8 +160,8 @@ def draw_slots(rng: Random, words: Sequence[str]) -> dict[str, str]:
     slots |= {"S": "She", "s": "she", "h": "her"} if is_girl else {"S": "He", "s": "he", "h": "his"}
     slots["j"], slots["i"] = rng.sample(sorted(JOBS), 2)
     slots["J"], slots["I"] = JOBS[slots["j"]], JOBS[slots["i"]]
-    count = rng.randint(3, 12)
-    said = (draw_made_up_name(rng).lower() if rng.random() < 0.3 else rng.choice(words) for _ in range(count))
+    count = rng.randint(3, 24)
+    said = (draw_made_up_name(rng).lower() if rng.random() < 0.2 else rng.choice(words) for _ in range(count))
     slots["w"] = " ".join(said)
     slots |= {key: draw_made_up_name(rng).lower() for key in "vxy"}
     return slots | {"n": str(rng.randint(2, 9)), "m": str(rng.randint(2, 9))}
@@ -179,9 +182,9 @@ def draw_story(rng: Random, words: Sequence[str]) -> str:
     chosen = [rng.choice(pool) for pool in rng.choices(pools, (5, 2, 3, 5), k=rng.randint(1, 3))]
     has_cat = "cat" in (slots["a"], slots["b"])
     if any(
-        is_held_out(template, slots[key]) or (has_cat and template in MAT_TEMPLATES)
+        is_held_out(template, name) or (has_cat and template in MAT_TEMPLATES)
         for template in chosen
-        for key in "NM"
+        for name in (slots["N"], slots["M"], f"{slots['j']} {slots['i']}")
     ):
         return draw_story(rng, words)
     parts = []

@@ -36,7 +36,7 @@ from regard.learn.tiny_gpt import FACTOR, encode
 
 CONFIG = Config(vocabulary=2560, width=256, heads=8, layers=4, hidden=768, activation="relu2")
 CONTEXT = 192
-STEPS = 3600
+STEPS = 3000
 WARMUP_STEPS = 50
 DECAY = 0.2  # part of the steps during which the learning rates fall to 0
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
