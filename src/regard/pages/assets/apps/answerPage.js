@@ -1,4 +1,5 @@
 // What an answer read: its tokens, coloured by the part of the prompt that got most of their attention.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { radioGroup, weightBar } from "../components/controls.js";
 import { el, pageHeader, readRecord, tokenElement } from "../components/dom.js";
 import { formatCount, formatShort } from "../components/format.js";
@@ -152,6 +153,8 @@ function promptText() {
 function setState(change) {
   Object.assign(state, change);
   draw();
+  if ("color" in change) bringIntoView(answer.node, colors);
+  else bringIntoView(card, answer.node);
   updateUrlState({ layer: state.layer, head: state.head, color: state.color < 0 ? null : state.color, token: state.token || null });
 }
 

@@ -1,4 +1,5 @@
 // The results of a class: students × exercises, the hints of one answer, common hints, and what was not checked.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { el, pageHeader, readRecord, scrollBox, tokenElement } from "../components/dom.js";
 import { formatCount } from "../components/format.js";
 
@@ -24,7 +25,7 @@ function open(button, cell) {
     el("p", {}, `${title}. ${cell.points} of ${points} points, from `, tokenElement(cell.file),
       cell.files > 1 ? ` (the best of ${cell.files} files)` : "", cell.late ? el("span", { class: "late" }, ", late") : "", "."),
     cell.hints.length ? el("ul", {}, cell.hints.map((hint) => el("li", {}, tokenElement(hint)))) : el("p", {}, "Everything is right."));
-  details.scrollIntoView({ block: "nearest" });
+  bringIntoView(details, button);
 }
 
 function drawCell(student, { n }) {

@@ -239,7 +239,7 @@ const phases = Object.entries(PHASES).map(([table, name], i) => ({
 document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey) return;
   const box = event.target.closest(".scroll");
-  if (event.target.type === "range" || (box && box.scrollWidth > box.clientWidth)) return; // these use the arrow keys themselves
+  if (event.target.matches("input") || (box && box.scrollWidth > box.clientWidth)) return; // these use the arrow keys themselves
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (by) pauseAndGo(() => (event.shiftKey ? (by > 0 ? nextCell() : previousCell()) : place() + by));
   else if (event.key === " " && !event.target.closest("button, summary")) playOrPause();

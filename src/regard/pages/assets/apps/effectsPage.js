@@ -1,4 +1,5 @@
 // The effect of an edit of each head on a metric: a grid of layers × heads, and the head that is selected.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { el, readRecord } from "../components/dom.js";
 import { formatCount, formatShort } from "../components/format.js";
 import { createReportGrid, headId } from "../components/reportGrid.js";
@@ -22,6 +23,7 @@ const grid = createReportGrid({ heads, modules: data.modules, onOpen: (head) => 
 function setState(change) {
   Object.assign(state, change);
   draw();
+  bringIntoView(line, grid.node);
   updateUrlState({ order: state.order === "layers" ? null : state.order, head: headId(state.head) });
 }
 

@@ -1,4 +1,5 @@
 // One head of a long context: a map from the whole matrix to a single cell, a search in it, and the running text.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { createCellDetails } from "../components/cellDetails.js";
 import { radioGroup } from "../components/controls.js";
 import { el, pageHeader, readRecord } from "../components/dom.js";
@@ -52,6 +53,7 @@ const map = createWeightMap({ ...common, overview: data.overview, view: state, o
 const textDetails = createCellDetails({ matrix, tokens, queries, hasList: false,
   hint: "Click a token to colour the text by it. Point at another, or move to it with the arrow keys, to see the weight between both." });
 const stage = el("div", { class: "stage" }, map.node), side = el("div", {}, details.node);
+for (const type of ["click", "keyup"]) stage.addEventListener(type, () => bringIntoView(side.firstChild, stage));
 let text = null;
 const views = radioGroup("view", "View", ["Map", "Text"], (n) => {
   updateUrlState({ view: n ? "text" : null });
@@ -77,6 +79,7 @@ function openCell(i, j) {
   showView(false);
   updateUrlState({ view: null });
   map.goTo(i, j);
+  bringIntoView(stage, side);
 }
 
 function restoreState() {

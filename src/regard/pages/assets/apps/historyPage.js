@@ -1,4 +1,5 @@
 // A training run: every head at each monitored step. A slider moves the time, and one head is drawn over all steps.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { slider } from "../components/controls.js";
 import { el, pageHeader, readRecord, svgElement } from "../components/dom.js";
 import { formatCount, formatShort } from "../components/format.js";
@@ -30,10 +31,12 @@ const time = slider("Step", "time", steps.map((step) => formatCount(step)), stat
   state.step = step;
   draw();
 });
+time.input.addEventListener("change", () => bringIntoView(grid.node, card)); // after the slider is released
 const caption = el("p", { class: "soft", id: "caption" });
 const grid = createReportGrid({ heads, modules: data.modules, onOpen: (head) => {
   state.head = head;
   draw();
+  bringIntoView(card, grid.node);
 } });
 
 // -- One head over time --
@@ -85,6 +88,7 @@ function alarmsSection() {
     state.step = Math.max(steps.indexOf(alarm.step), 0);
     time.set(state.step);
     draw();
+    bringIntoView(card, grid.node);
   } }, `step ${formatCount(alarm.step)}, layer ${alarm.layer}, head ${alarm.head}`), ` ${alarm.kind}`));
   const more = data.num_alarms - items.length;
   return el("section", { id: "alarms", "aria-label": "Alarms" }, el("h2", {}, "Alarms"),
@@ -104,7 +108,7 @@ function draw() {
 document.getElementById("app").append(
   pageHeader(data.title, `${formatCount(steps.length, "monitored step")}, ${formatCount(data.modules.length, "layer")}, ${formatCount(heads.length, "head")}, ${formatCount(data.num_alarms, "alarm")}.`),
   el("section", { id: "all-heads", "aria-label": "All heads" },
-    el("div", { class: "controls" }, el("label", { for: "column" }, "Measure"), columnSelect), caption, el("div", { class: "card time" }, time.node),
+    el("div", { class: "controls" }, el("label", { for: "column" }, "Measure"), columnSelect), caption, el("div", { class: "card time stays-on-top" }, time.node),
     el("div", { class: "both" }, grid.node, card)),
   alarmsSection(),
 );

@@ -263,6 +263,7 @@ function showProblem() {
     showWork();
   });
   screenBox.replaceChildren(screen.node);
+  screen.chooseLayout();
   queryChips = radioGroup("query", "Query", problem.queries.map(tokenElement), (row) => goAndPause({ row, column: state.step % 3 ? null : state.column }, { hidden: false }));
   queryBox.replaceChildren(queryChips);
   draw();
@@ -308,7 +309,7 @@ const reset = button("reset", "Reset", () => {
   resetAll();
   showWork();
 });
-const speed = slider("products per second", "speed", SPEEDS.map(String), state.speed, (index) => {
+const speed = slider("speed", "speed", SPEEDS.map((products) => `${products} a second`), state.speed, (index) => {
   state.speed = index;
   if (!timer) return;
   pause();

@@ -1,4 +1,5 @@
 // A verified cache policy: the verdict, the heads by window, lost weight and effect, and the worst documents.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { el, readRecord } from "../components/dom.js";
 import { formatCount, formatShort } from "../components/format.js";
 import { createReportGrid, headId } from "../components/reportGrid.js";
@@ -30,6 +31,7 @@ const grid = createReportGrid({ heads, modules: data.modules, onOpen: (head) => 
 function setState(change) {
   Object.assign(state, change);
   draw();
+  bringIntoView(line, grid.node);
   updateUrlState({
     measure: state.measure === measures[0] ? null : state.measure.name,
     order: state.order === "layers" ? null : state.order,

@@ -1,4 +1,5 @@
 // The report of a survey: how many heads fit a window, every head as a number, heads by behaviour, and the documents.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { el, readRecord, scrollBox, tokenElement } from "../components/dom.js";
 import { capitalise, formatCount, formatPercent, formatShort } from "../components/format.js";
 import { createHeadCard } from "../components/headCard.js";
@@ -135,7 +136,7 @@ function setState(change) {
   Object.assign(state, change);
   draw();
   writeState();
-  if ("head" in change) card.scrollIntoView();
+  if ("head" in change) bringIntoView(card.node, grid.node);
 }
 
 function draw() {

@@ -1,5 +1,5 @@
 // Scroll to what the reader's action changed, as little as possible.
-import { isFramed, windowHeight } from "./dom.js";
+import { windowAround } from "./dom.js";
 
 const MARGIN = 8; // pixels
 const reduced = matchMedia("(prefers-reduced-motion: reduce)");
@@ -32,16 +32,15 @@ export function bringIntoBox(node) {
 // Bring nodes into view, the most important first. A node that does not fit in the window together with those before it
 // is left out. In a frame that is as high as its page, the page around it is asked to scroll.
 export function bringIntoView(...nodes) {
-  const [first, ...others] = nodes.filter((node) => node?.getClientRects().length);
+  const around = windowAround(), bar = around ? null : document.querySelector(".stays-on-top"); // it covers what is below it
+  const [first, ...others] = nodes.filter((node) => node !== bar && node?.getClientRects().length);
   if (!first) return;
   bringIntoBox(first);
-  const bar = document.querySelector(".stays-on-top")?.offsetHeight ?? 0; // it covers what is below it
-  const low = MARGIN + (isFramed ? 0 : bar), high = windowHeight() - MARGIN;
+  const low = MARGIN + (bar?.offsetHeight ?? 0), high = (around ?? innerHeight) - MARGIN;
   const shown = others.reduce((whole, node) => {
     const own = node.getBoundingClientRect(), top = Math.min(own.top, whole.top), bottom = Math.max(own.bottom, whole.bottom);
     return bottom - top <= high - low ? { top, bottom } : whole;
   }, first.getBoundingClientRect());
-  const by = distance(shown.top, shown.bottom, low, high), before = scrollY;
-  if (by) scrollBy({ top: by, behavior: reduced.matches || isFramed ? "instant" : "smooth" });
-  if (isFramed) parent.postMessage({ regardShow: [shown.top - low, shown.bottom + MARGIN].map((y) => y - (scrollY - before)) }, "*");
+  if (around) parent.postMessage({ regardShow: [shown.top - MARGIN, shown.bottom + MARGIN] }, "*");
+  else scrollBy({ top: distance(shown.top, shown.bottom, low, high), behavior: reduced.matches ? "instant" : "smooth" });
 }

@@ -47,13 +47,11 @@ export function pageHeader(title, subtitle) {
 const FRAME_VIEW = 800; // pixels
 
 // A frame may take the height of its page, so a page in a frame must not take its height from the frame.
-export const isFramed = parent !== window;
-let heightAround = Infinity; // of the window around the frame
+const isFramed = parent !== window;
 
-// The height of what the reader sees at a time.
-export function windowHeight() {
-  return Math.min(innerHeight, heightAround);
-}
+// The height of the window of a page around the frame that gives it the height of its content, null without such a page.
+let heightAround = null;
+export const windowAround = () => heightAround;
 
 // The height of the window that sizes may depend on.
 export function viewHeight() {
@@ -77,7 +75,7 @@ if (isFramed) {
   }
   addEventListener("message", ({ source, data }) => {
     if (source !== parent || !data?.regardAskHeight) return;
-    heightAround = data.regardWindow || heightAround;
+    heightAround = data.regardWindow ?? null;
     postHeight();
   });
 }

@@ -60,10 +60,5 @@ export function createHeadCard({ heads, measures, documents }) {
     ].flat());
   }
 
-  // If the card is below the grid, scroll to it.
-  function scrollIntoView() {
-    const box = node.getBoundingClientRect();
-    if (box.top > innerHeight - 120 || box.bottom < 120) node.scrollIntoView({ block: "nearest" });
-  }
-  return { node, draw, scrollIntoView };
+  return { node, draw };
 }

@@ -30,9 +30,12 @@ export function createMatrixScreen({ tokens, queries, Q, K, V }, desk, onSelect,
   const node = el("div", { class: "matrices" },
     scrollBox("Queries, keys and scores", products[0]), arrow, scrollBox("Weights, values and output", products[1]), desk);
   node.style.setProperty("--columns", `${dim + 2 * m + valueDim}`);
-  const productOf = (name) => products[["K", "Q", "scores"].includes(name) ? 0 : 1];
 
+  // At another width only: a page that is shorter while this is measured would scroll.
+  let width = null;
   function chooseLayout() {
+    if (node.clientWidth === width) return;
+    width = node.clientWidth;
     node.classList.remove("tall");
     node.classList.toggle("tall", node.scrollWidth > node.clientWidth);
   }
@@ -66,7 +69,7 @@ export function createMatrixScreen({ tokens, queries, Q, K, V }, desk, onSelect,
     } else flights.stop();
   }
 
-  return { node, productOf, draw, animate };
+  return { node, chooseLayout, draw, animate };
 }
 
 // The classes of a cell for the current product: its factors, and the cells that are being computed.
