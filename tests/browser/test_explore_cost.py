@@ -286,8 +286,14 @@ def done(tab) -> int:
 
 
 def test_by_button_and_by_keyboard(show):
-    tab = show_products(show(explore.cost()))
+    tab = show(explore.cost())
     status = tab.get_by_role("status")
+    tab.keyboard.press("Tab")  # the walk: the arrow keys choose, and Space does not play
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("Space")
+    assert tab.get_by_role("radio", name="every multiplication").is_checked()
+    assert tab.locator("#play").text_content() == "Play"
+    tab.evaluate("document.activeElement.blur()")
     tab.keyboard.press("ArrowRight")
     assert status.text_content() == (
         "step 1 of 57. Score of cats → cats: 1 · 1 = 1 Does “cats” offer what “cats” looks for? "

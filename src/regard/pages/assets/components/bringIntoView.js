@@ -29,10 +29,15 @@ export function bringIntoBox(node) {
   }
 }
 
+// The bar that stays at the top of the window and covers what is below it.
+function findBar() {
+  return [...document.querySelectorAll(".stays-on-top")].find((bar) => bar.offsetHeight && getComputedStyle(bar).position === "sticky");
+}
+
 // Bring nodes into view, the most important first. A node that does not fit in the window together with those before it
 // is left out. In a frame that is as high as its page, the page around it is asked to scroll.
 export function bringIntoView(...nodes) {
-  const around = windowAround(), bar = around ? null : document.querySelector(".stays-on-top"); // it covers what is below it
+  const around = windowAround(), bar = around ? null : findBar();
   const [first, ...others] = nodes.filter((node) => node !== bar && node?.getClientRects().length);
   if (!first) return;
   bringIntoBox(first);

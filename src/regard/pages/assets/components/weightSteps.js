@@ -24,7 +24,7 @@ export function createWeightSteps({ explain, texts }) {
   const nav = el("ol", { class: "steps" }), panel = el("div", { class: "steps-panel" }, heading, description, formula);
   const node = el("section", { id: "weight-steps", class: "card", "aria-labelledby": "steps-heading", hidden: true },
     el("div", { class: "steps-top" }, title, button("close", "Close", hide)), source,
-    el("div", { class: "controls" }, play, back, next), el("nav", { "aria-label": "Steps" }, nav), panel, stage, announcement);
+    el("div", { class: "controls stays-on-top" }, play, back, next), el("nav", { "aria-label": "Steps" }, nav), panel, stage, announcement);
   let shown = null, places = [], at = 0, timer = null, flights = null, request = 0;
 
   // -- One cell --
