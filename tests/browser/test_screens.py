@@ -125,7 +125,10 @@ ACTIONS: dict[str, list[Action]] = {
         press("[role=tab]:nth-child(2)", "#details h2"),
     ],
     "map": [
-        Action("canvas", ("canvas", ".cell-card .weight"), "ArrowRight", (0.5, 0.5)),
+        Action("canvas", (".cell-card .weight",), "ArrowRight", None),
+        press("canvas", "#weight-steps .at-work", ".steps-panel"),
+        press("#steps-next", "#weight-steps .at-work", ".steps-panel"),
+        press("#weight-steps nav li:nth-child(3) button", "#weight-steps .at-work", ".steps-panel"),
     ],
     "effects": [press(".cell[data-head='1.2']", "#selected"), press(".cell[data-head='2.3']", "#selected")],
     "policy": [press(".cell[data-head='1.2']", "#selected")],

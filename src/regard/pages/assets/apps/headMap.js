@@ -53,7 +53,7 @@ const map = createWeightMap({ ...common, overview: data.overview, view: state, o
 const textDetails = createCellDetails({ matrix, tokens, queries, hasList: false,
   hint: "Click a token to colour the text by it. Point at another, or move to it with the arrow keys, to see the weight between both." });
 const stage = el("div", { class: "stage" }, map.node), side = el("div", {}, details.node);
-for (const type of ["click", "keyup"]) stage.addEventListener(type, () => bringIntoView(side.firstChild, stage));
+stage.addEventListener("keyup", ({ key }) => key.startsWith("Arrow") && bringIntoView(side.firstChild, stage));
 let text = null;
 const views = radioGroup("view", "View", ["Map", "Text"], (n) => {
   updateUrlState({ view: n ? "text" : null });
