@@ -124,6 +124,16 @@ ACTIONS: dict[str, list[Action]] = {
         check("#run", ".fresh, #event", "#source"),
         press("[role=tab]:nth-child(2)", "#details h2"),
     ],
+    "model": [
+        press("#step", "#text", "#step"),
+        press("#back", "#text", "#back"),
+        slide("#temperature", "#guesses", "#temperature"),
+        press(".head-button[data-pair='5']", "#head-title", "#heads canvas[tabindex]"),
+        press("#heads canvas[tabindex]", "#weight-steps .at-work", ".steps-panel"),
+        press("#steps-next", "#weight-steps .at-work", ".steps-panel"),
+        press("#weight-steps nav li:nth-child(3) button", "#weight-steps .at-work", ".steps-panel"),
+        check("#heads input[data-pair='5']", "#off-note"),
+    ],
     "map": [
         Action("canvas", (".cell-card .weight",), "ArrowRight", None),
         press("canvas", "#weight-steps .at-work", ".steps-panel"),

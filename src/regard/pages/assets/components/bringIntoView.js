@@ -2,6 +2,7 @@
 import { windowAround } from "./dom.js";
 
 const MARGIN = 8; // pixels
+const SETTLING = 1000; // milliseconds, in which a worker may answer and move what was shown
 const reduced = matchMedia("(prefers-reduced-motion: reduce)");
 
 // How far to scroll so that start … end is within low … high; if it is longer, its start is.
@@ -34,9 +35,8 @@ function findBar() {
   return [...document.querySelectorAll(".stays-on-top")].find((bar) => bar.offsetHeight && getComputedStyle(bar).position === "sticky");
 }
 
-// Bring nodes into view, the most important first. A node that does not fit in the window together with those before it
-// is left out. In a frame that is as high as its page, the page around it is asked to scroll.
-export function bringIntoView(...nodes) {
+// In a frame that is as high as its page, the page around it is asked to scroll.
+function scrollToNodes(nodes) {
   const around = windowAround(), bar = around ? null : findBar();
   const [first, ...others] = nodes.filter((node) => node !== bar && node?.getClientRects().length);
   if (!first) return;
@@ -48,4 +48,17 @@ export function bringIntoView(...nodes) {
   }, first.getBoundingClientRect());
   if (around) parent.postMessage({ regardShow: [shown.top - MARGIN, shown.bottom + MARGIN] }, "*");
   else scrollBy({ top: distance(shown.top, shown.bottom, low, high), behavior: reduced.matches ? "instant" : "smooth" });
+}
+
+// Bring nodes into view, the most important first. A node that does not fit in the window together with those before it
+// is left out. They stay in view while the page settles, until the reader does something else.
+let followed = null;
+export function bringIntoView(...nodes) {
+  followed = { nodes, until: performance.now() + SETTLING };
+  scrollToNodes(nodes);
+}
+
+new ResizeObserver(() => followed && performance.now() < followed.until && scrollToNodes(followed.nodes)).observe(document.body);
+for (const type of ["pointerdown", "touchmove", "wheel", "keydown"]) {
+  addEventListener(type, () => (followed = null), { capture: true, passive: true });
 }
