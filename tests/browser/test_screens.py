@@ -129,10 +129,12 @@ ACTIONS: dict[str, list[Action]] = {
         press("#back", "#text", "#back"),
         slide("#temperature", "#guesses", "#temperature"),
         press(".head-button[data-pair='5']", "#head-title", "#heads canvas[tabindex]"),
-        press("#heads canvas[tabindex]", "#weight-steps .at-work", ".steps-panel"),
+        Action("#heads canvas[tabindex]", ("#cell", "#heads canvas[tabindex]"), "ArrowDown", None),
+        # A cell below the diagonal, which is not masked.
+        Action("#heads canvas[tabindex]", ("#weight-steps .at-work", ".steps-panel"), tap=(0.4, 0.8)),
         press("#steps-next", "#weight-steps .at-work", ".steps-panel"),
         press("#weight-steps nav li:nth-child(3) button", "#weight-steps .at-work", ".steps-panel"),
-        check("#heads input[data-pair='5']", "#off-note"),
+        check("#heads input[data-pair='29']", "#off-note"),
     ],
     "map": [
         Action("canvas", (".cell-card .weight",), "ArrowRight", None),
@@ -263,6 +265,9 @@ HIDDEN = """([selectors, x, y, width, height]) => selectors.filter((selector) =>
   });
 })"""
 
+# A locator would read the whole text of the frame each time.
+PLACE = "document.querySelector('iframe').getBoundingClientRect().toJSON()"
+
 
 class Screen:
     """A page in a window, or in the column of a chapter."""
@@ -296,7 +301,7 @@ class Screen:
 
     def hidden(self, selectors: tuple[str, ...]) -> list[str]:
         """Return the selectors whose element is not on screen as a whole, or is covered."""
-        box = self.tab.locator("iframe").bounding_box() if self.in_chapter else {"x": 0, "y": 0}
+        box = self.tab.evaluate(PLACE) if self.in_chapter else {"x": 0, "y": 0}
         size = self.tab.viewport_size
         return self.frame.evaluate(HIDDEN, [selectors, box["x"], box["y"], size["width"], size["height"]])
 
@@ -323,7 +328,7 @@ class Screen:
         return True
 
 
-# In CI each width, scheme, and way to act occurs with every page; the nightly run has all combinations.
+# In CI every page is in a dark chapter, by keyboard, and on a phone, by touch; the nightly run has all combinations.
 VIEWS = [
     (width, in_chapter, scheme, way)
     for (width, in_chapter), scheme, way in product(
@@ -332,12 +337,7 @@ VIEWS = [
         ["keyboard", "touch"],
     )
 ]
-IN_CI = [
-    (1280, False, "light", "keyboard"),
-    (1280, True, "dark", "keyboard"),
-    (736, False, "light", "touch"),
-    (390, False, "dark", "touch"),
-]
+IN_CI = [(1280, True, "dark", "keyboard"), (390, False, "light", "touch")]
 
 
 @pytest.mark.parametrize(("width", "in_chapter", "scheme", "way"), keep_in_ci(VIEWS, *IN_CI))

@@ -1,4 +1,5 @@
 // A small GPT that runs in the page: the reader types, and sees what each part of the model does with the text.
+import { bringIntoView } from "../components/bringIntoView.js";
 import { slider } from "../components/controls.js";
 import { el, pageHeader, readRecord } from "../components/dom.js";
 import { formatCount } from "../components/format.js";
@@ -236,9 +237,10 @@ function switchHeads(off) {
   return update();
 }
 
-function onSwitch(pair, isOn) {
+async function onSwitch(pair, isOn) {
   state.pair = pair;
-  switchHeads(state.off.map((x, i) => (i === pair ? Number(!isOn) : x)));
+  await switchHeads(state.off.map((x, i) => (i === pair ? Number(!isOn) : x)));
+  bringIntoView(offNote, headMaps.grid);
 }
 
 // -- The effect of each head --

@@ -136,7 +136,7 @@ export function createWeightSteps({ explain, texts }) {
     [back.disabled, next.disabled] = [at === 0, at === places.length - 1];
     play.textContent = timer ? "Pause" : "▶ Play";
     if (!timer) announcement.textContent = `${heading.textContent}. ${formula.textContent}`;
-    // A narrow screen shows only the parts that the walk is at.
+    // A screen with one column shows only the parts that the walk is at.
     stage.querySelectorAll(".step-group").forEach((group) => group.classList.toggle("current", group.querySelector(".factor, .at-work") !== null));
     bringIntoView(to[0].closest("table"), panel, play.parentNode);
     flights.fly(from, to[Math.floor(to.length / 2)], timer ? PACE : 700);

@@ -1,6 +1,7 @@
 // The maps of all heads for the reader's text: small ones to choose from, and the chosen one with its weights.
 import { describeHabit } from "./headHabits.js";
 import { formatPoints, formatShare } from "./tokens.js";
+import { bringIntoView } from "../components/bringIntoView.js";
 import { createPalette } from "../components/colorScale.js";
 import { el } from "../components/dom.js";
 import { createWeightMap } from "../components/weightMap.js";
@@ -48,7 +49,7 @@ export function createHeadMaps({ layers, heads }, tokenizer, { onHead, onSwitch,
   const cards = Array.from({ length: layers * heads }, (_, pair) => {
     const canvas = el("canvas", { width: "1", height: "1", "aria-hidden": "true" });
     const effect = el("span", { class: "effect" });
-    const button = el("button", { type: "button", class: "head-button", "data-pair": `${pair}`, "aria-label": `Show ${nameOf(pair)}`, onclick: () => onHead(pair) }, canvas, effect);
+    const button = el("button", { type: "button", class: "head-button", "data-pair": `${pair}`, "aria-label": `Show ${nameOf(pair)}`, onclick: () => chooseHead(pair) }, canvas, effect);
     const input = el("input", { type: "checkbox", checked: true, "data-pair": `${pair}`, "aria-label": `${nameOf(pair)} is on`, onchange: (event) => onSwitch(pair, event.target.checked) });
     return { canvas, effect, button, input, node: el("div", { class: "head-card" }, button, el("label", { class: "switch" }, input, "on")) };
   });
@@ -65,8 +66,15 @@ export function createHeadMaps({ layers, heads }, tokenizer, { onHead, onSwitch,
     const name = (position) => tokenizer.name(shown.tokens[position]);
     status.textContent = answer.masked ? "A token cannot look at tokens that come after it." : `${name(i)} looks at ${name(j)}, ${i - j === 0 ? "itself" : `${i - j} before`}: ${formatShare(answer.weight)}`;
   } });
-  const detail = el("div", { class: "head-detail" }, title, habit, stripNote, strip.node,
-    el("p", { class: "map-note" }, "Rows: the token that looks. Columns: the token it looks at. Click a cell, or press Enter on it, to see how its weight arose."), map.node, status);
+  const picture = map.node.querySelector("canvas");
+  picture.addEventListener("keyup", ({ key }) => key.startsWith("Arrow") && bringIntoView(status, picture));
+  const detail = el("div", { class: "head-detail" }, title, habit,
+    el("p", { class: "map-note" }, "Rows: the token that looks. Columns: the token it looks at. Click a cell, or press Enter on it, to see how its weight arose."), map.node, status, stripNote, strip.node);
+
+  function chooseHead(pair) {
+    bringIntoView(title, picture, grid);
+    onHead(pair);
+  }
 
   // maps: (layers · heads, n, n); off: 1 for each head that is switched off.
   function draw({ maps, tokens, position, pair, off }) {
