@@ -38,7 +38,7 @@ myst_enable_extensions = ["dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"  # compute every number at every build; a cache would keep old ones
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 900  # a busy machine may take its time
 # Pages whose code is not run, for a build that is tested in parts.
 nb_execution_excludepatterns = os.environ.get("DOCS_NOT_EXECUTED", "").split()
 suppress_warnings = ["myst-nb.lexer"] if nb_execution_excludepatterns else []  # the kernel names the lexer
