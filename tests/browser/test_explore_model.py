@@ -230,6 +230,49 @@ def test_a_cell_shows_how_its_weight_arose(open_page, width):
     assert faults(tab) == []
 
 
+@slow
+def test_quick_readers_see_no_steps_of_what_is_gone(open_page):
+    tab = open_page()
+    run, steps = load_numpy()(TEXT), tab.locator("#weight-steps")
+    act = """changes => {
+      const input = document.querySelector("#text"), map = document.querySelector("canvas.map");
+      const type = (text) => { input.value = text; input.dispatchEvent(new Event("input", { bubbles: true })); };
+      const enter = () => map.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+      const press = (selector) => document.querySelector(selector).click();
+      const known = { type, enter, press };
+      for (const [name, ...args] of changes) known[name](...args);
+    }"""
+
+    def settle() -> None:
+        tab.evaluate(SETTLED)
+        tab.wait_for_timeout(100)
+
+    tab.locator(".head-button[data-pair='20']").click()
+    tab.locator("canvas.map").focus()
+    move_to(tab, 20, 4)
+    tab.evaluate(act, [["enter"], ["press", ".head-button[data-pair='3']"]])  # the cell of another head
+    settle()
+    assert steps.is_hidden() or numbers(tab, "#steps-products td[data-value]")[0] == pytest.approx(
+        run.query[0, 3, 20, 0]
+    )
+    tab.evaluate(act, [["type", "a"], ["enter"]])  # a cell of a text that is gone
+    settle()
+    assert steps.is_hidden()
+    tab.evaluate(act, [["type", "The cat"], ["press", "#play"], ["type", "The dog"]])
+    settle()
+    assert tab.locator("#text").input_value() == "The dog"
+    assert tab.locator("#play").text_content() == "Write on"
+    tab.locator("#text").fill("")
+    settle()
+    assert "the token itself: 100 %" in tab.locator("#habit").text_content()
+    tab.locator("#heads input[data-pair='3']").uncheck()
+    settle()
+    tab.locator("canvas.map").focus()
+    move_to(tab, 0, 0)
+    tab.keyboard.press("Enter")
+    tab.locator("#weight-steps", has_text="This head is switched off").wait_for()
+
+
 @pytest.mark.nightly
 @slow
 def test_every_head_is_tried(open_page):

@@ -124,7 +124,10 @@ def build_payload(problem: Problem, operation: str) -> MatrixPayload:
         live_queries = [np.diff(mask.offsets) > 0 for mask in intervals]
         live_keys = [_live_keys(mask, problem.shape[2]) for mask in intervals]
         query = _round(problem, problem.query, problem.query_index, live_queries, centre=False)
-        key = _round(problem, problem.key, problem.key_index, live_keys, centre=True)
+        score_mods = [_score_mod_record(mod, problem, operation) for mod in problem.score_mods]
+        # What all scores of a row share cancels in the softmax, unless there is a sink or a cap.
+        cancels = not problem.has_sink and all(mod["kind"] != "softcap" for mod in score_mods)
+        key = _round(problem, problem.key, problem.key_index, live_keys, centre=cancels)
         error = _bound_error(problem, query, key)
         rounded = problem if error.exact else _replace_vectors(problem, query, key)
         stats = compute_measures(rounded, {}).stats
@@ -141,12 +144,13 @@ def build_payload(problem: Problem, operation: str) -> MatrixPayload:
             "key": key.to_record(),
             "key_index": key.array_index,
             "lse": [encode_array(row) for row in lse],
+            "has_sink": problem.has_sink,
             "masks": [
                 {"counts": encode_array(np.diff(mask.offsets)), "edges": encode_array(mask.edges.T)}
                 for mask in masks
             ],
             "mask_index": mask_index,
-            "score_mods": [_score_mod_record(mod, problem, operation) for mod in problem.score_mods],
+            "score_mods": score_mods,
             "q_len": problem.frame.q_len,
             "error": error._asdict(),
         }
@@ -196,12 +200,15 @@ class RoundedVectors(NamedTuple):
         arrays: The distinct (batch, head) pairs that the matrix uses.
         array_index: For each pair of the matrix, its array.
         norms: For each array three norms of its live vectors: of the original, of the rounding error, and of the
-            rounded vector. For keys, the last two are relative to their mean over all keys.
+            rounded vector. For keys, the last two are relative to their mean over all keys, if what all scores of a
+            row share cancels.
+        exact: Whether no number was rounded.
     """
 
     arrays: list[ScaledHalves]
     array_index: list[int]
     norms: list[tuple[Array, Array, Array]]
+    exact: bool
 
     def to_record(self) -> list[dict[str, Any]]:
         return [{"numbers": encode_array(array.numbers), "exponent": array.exponent} for array in self.arrays]
@@ -221,7 +228,7 @@ def _round(
 ) -> RoundedVectors:
     """Round query or key to half precision; vectors that are masked everywhere become zero."""
     used, index = np.unique(index, return_inverse=True)
-    arrays, norms = [], []
+    arrays, norms, exact = [], [], True
     for i, own in enumerate(used):
         live_here = np.logical_or.reduce([live[pair] for pair in np.flatnonzero(index == i)])
         before = problem.engine.to_numpy(problem.engine.cast(array[int(own)], problem.dtype))
@@ -229,10 +236,11 @@ def _round(
         finite = live_here & np.isfinite(before).all(1)
         before, after = before[finite], arrays[-1].to_dtype(before.dtype)[finite]
         length, change = _norms(before), before - after
+        exact = exact and not change.any()
         if centre and len(change):
             change, after = change - change.mean(0), after - after.mean(0)
         norms.append((length, _norms(change), _norms(after)))
-    return RoundedVectors(arrays, index.tolist(), norms)
+    return RoundedVectors(arrays, index.tolist(), norms, exact)
 
 
 def _replace_vectors(problem: Problem, query: RoundedVectors, key: RoundedVectors) -> Problem:
@@ -250,20 +258,19 @@ def _bound_error(problem: Problem, query: RoundedVectors, key: RoundedVectors) -
     """Bound the error of any weight that the rounding of query and key causes.
 
     Rounding changes a score by scale · (q·δk + δq·k′). A change that all scores of a row share cancels in the softmax,
-    so keys count by their distance from a common centre. If no score of a row changes by more than Δ, a weight changes
-    by a factor of at most exp(2Δ), and by at most tanh(Δ / 2). The rounding of products, exponentials and sums is
-    added to Δ.
+    so keys count by their distance from a common centre, unless there is a sink or a cap. If no score of a row changes
+    by more than Δ, a weight changes by a factor of at most exp(2Δ), and by at most tanh(Δ / 2). The rounding of
+    products, exponentials and sums is added to Δ.
     """
     precision = float(np.finfo(_numpy_dtype(problem)).eps)
     terms = problem.query.shape[-1] + 8
-    worst, exact = 0.0, True
+    worst, exact = 0.0, query.exact and key.exact
     for i, j in zip(query.array_index, key.array_index, strict=True):
         q, dq, _ = query.norms[i]
         k, dk, away = key.norms[j]
         if not len(q) or not len(k):
             continue
         rounding = q * dk.max() + dq * away.max()
-        exact = exact and not rounding.any()
         change = abs(problem.scale) * (rounding + terms * precision * q * k.max())
         worst = max(worst, float(change.max()) + 8 * precision)
     with np.errstate(over="ignore"):

@@ -59,7 +59,8 @@ const effectNote = el("p", { class: "map-note", id: "effect-note", role: "status
 const announcement = el("p", { class: "visually-hidden", role: "status", id: "announcement" });
 const steps = createWeightSteps({
   explain: (query, key) => model.ask("explain", { pair: state.pair, query, key }),
-  texts: () => ({ query: shownSign, key: shownSign, token: tokenizer.sign, source: "Query and key after the rotary position embedding (rope), which turns each by the position of its token." }),
+  texts: () => ({ query: shownSign, key: shownSign, token: tokenizer.sign,
+    source: `${state.off[state.pair] ? "This head is switched off: it writes nothing. These are the numbers that it would have. " : ""}Query and key after the rotary position embedding (rope), which turns each by the position of its token.` }),
 });
 const shownSign = (position) => tokenizer.sign(shown.tokens[position]);
 const wordBox = el("div");
@@ -195,16 +196,18 @@ async function writeOn() {
     stopWriting();
     return;
   }
-  state.writing = true;
+  const run = (state.writing = {}); // unlike any other
   drawButtons();
   const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  for (let count = 0; state.writing && count < MAX_WRITTEN; count++) {
+  for (let count = 0; state.writing === run && count < MAX_WRITTEN; count++) {
     const start = performance.now();
+    await settled();
+    if (state.writing !== run) return; // the reader typed, or stopped it, meanwhile
     await writeOne();
     const atEnd = nameOf(state.tokens.at(-1)) === "“.”", rest = (calm ? (atEnd ? 500 : 0) : 1000 / TOKENS_PER_SECOND) - (performance.now() - start);
     if (rest > 0) await new Promise((resolve) => setTimeout(resolve, rest));
   }
-  stopWriting();
+  if (state.writing === run) stopWriting();
 }
 
 function stopWriting() {
@@ -222,10 +225,14 @@ function select(position) {
 function onHead(pair) {
   state.pair = pair;
   drawHeads();
-  if (!steps.node.hidden) steps.show(...state.cell);
+  if (steps.node.hidden) steps.hide(); // those of another head may be on their way
+  else steps.show(...state.cell);
 }
 
-function openCell(i, j) {
+async function openCell(i, j) {
+  const clicked = shown;
+  await settled();
+  if (shown !== clicked) return; // the text or the heads changed meanwhile
   state.cell = [i, j];
   steps.show(i, j);
 }

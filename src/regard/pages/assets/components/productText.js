@@ -34,7 +34,7 @@ function describeNormalise({ row, column, tokens, query }) {
   if (!live) return { words: ["Every key is masked for ", quote(query), ": its weights are zeros."], formula: "weight = 0" };
   const [first] = favourites(row.weights, tokens), j = column ?? row.weights.indexOf(first.weight);
   return {
-    words: ["Turn the scores of ", quote(query), " into shares that add up to 1. The largest share, ", percent(first.weight), ", goes to ", quote(first.name), "."],
+    words: ["Turn the scores of ", quote(query), row.sink > 0 ? ` into shares. With that of the sink, ${percent(row.sink)}, they add up to 1. The largest share of a key, ` : " into shares that add up to 1. The largest share, ", percent(first.weight), ", goes to ", quote(first.name), "."],
     formula: row.scores[j] === -Infinity ? "masked: weight = 0"
       : `exp(${formatNumber(row.scores[j])} − ${formatFactor(row.shift)}) / ${formatNumber(row.total)} = ${formatNumber(row.weights[j])}`,
   };

@@ -67,7 +67,7 @@ export function createWeightSteps({ explain, texts }) {
     shown.cells = { products: products.cells, score: score.cells[0], softmax: softmax.cells, values: values?.cells };
     const group = (step, name, ...children) => el("div", { class: "step-group", "data-step": `${step}` }, el("p", { class: "grid-name" }, el("b", {}, name)), children);
     const others = shown.others ? el("p", { class: "soft" }, `${formatCount(shown.others, "more key")}: together ${formatNumber(shown.rest)}`) : [];
-    const sink = shown.sink > 1e-6 ? el("p", { class: "soft" }, `The sink takes the rest of the row: ${formatNumber(shown.sink)}`) : [];
+    const sink = shown.sink > 0 ? el("p", { class: "soft" }, `The sink takes the rest of the row: ${formatNumber(shown.sink)}`) : [];
     const content = el("div", { class: "folded-screen" },
       group(0, "query · key", products.node), group(1, "score", score.node), group(2, "softmax of the row", softmax.node, others, sink),
       values ? group(3, "value", values.node) : group(3, "value", el("p", { class: "soft", id: "steps-missing" }, names.missing)),
@@ -104,7 +104,7 @@ export function createWeightSteps({ explain, texts }) {
       return { words: ["The output matrix of the layer turns this share into numbers that are added to the residual stream of ", quote(queryName),
         `. Their length is ${formatNumber(written.norm)}; all keys of this head together write ${formatNumber(written.head)} to a stream of length ${formatNumber(written.stream)}. `,
         "Read directly by the last norm and the unembedding, without the layers between, they change the logits so (compared to the average logit):"],
-      formula: written.promoted.slice(0, 3).map(([token, change]) => `${names.token(token)} ${change > 0 ? "+" : ""}${formatNumber(change)}`).join(", ") };
+      formula: written.promoted.slice(0, 3).map(([token, change]) => `“${names.token(token)}” ${change > 0 ? "+" : ""}${formatNumber(change)}`).join(", ") };
     }
     const raw = shown.keys.map((_, k) => (k === shown.column ? sum : null)), keys = raw.map(() => shown.key);
     const text = describeProduct({ step, column: shown.column }, { row: { ...shown, keys, raw_scores: raw }, tokens: shown.keys.map(names.key), query: queryName, scale, dim: shown.query.length });

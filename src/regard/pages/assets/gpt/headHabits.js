@@ -42,6 +42,7 @@ const HABITS = [
 // { text, share }: where most of the weight of a head lies, and its mean share.
 export function describeHabit(map, tokens, isMark) {
   const n = tokens.length, marks = lastMarks(tokens, isMark);
+  if (n === 1) return { text: "the token itself", share: map[0] }; // there is no other
   for (const [text, isOn, least] of HABITS) {
     const share = meanWeight(map, n, (i, j) => isOn(i, j, tokens, marks));
     if (share >= least) return { text, share };

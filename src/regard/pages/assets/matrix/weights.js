@@ -39,6 +39,7 @@ export async function loadHead(record, pair, load) {
     query: await load(query.numbers),
     key: await load(key.numbers),
     lse: await load(record.lse[pair]),
+    hasSink: record.has_sink,
     positions: await load(record.positions),
     offsets,
     edges: await load(mask.edges),
@@ -122,7 +123,7 @@ export function explainCell(head, i, j) {
     }
   }
   const vector = (array, n, exponent) => Float64Array.from(array.subarray(n * headDim, (n + 1) * headDim), (x) => x * 2 ** -exponent);
-  return { query: vector(head.query, i, exponents[0]), key: vector(head.key, j, exponents[1]), scale: scale * 2 ** (exponents[0] + exponents[1]), ...summariseRow(scores, j, head.lse[i]) };
+  return { query: vector(head.query, i, exponents[0]), key: vector(head.key, j, exponents[1]), scale: scale * 2 ** (exponents[0] + exponents[1]), ...summariseRow(scores, j, head.hasSink ? head.lse[i] : null) };
 }
 
 // All weights of a row, 0 where masked.
