@@ -413,7 +413,7 @@ def _to_grades(report: exercises.ClassReport, student: str, ids: dict[str, str])
         "id": ids.get(student, ""),
         **points,
         "points": report.count_points(student),
-        "of": sum(map(report.get_maximum, report.numbers)),
+        "of": report.count_maximum(),
         "late": " ".join(str(n) for n, row in rows.items() if row.submission.late),
         "feedback": join_lines(" ".join(feedback or ["No file."])),
     }
@@ -438,8 +438,8 @@ def _print_class(printer: Printer, report: exercises.ClassReport) -> None:
     right = [
         sum(row.result.correct for (_, n), row in report.best.items() if n == number) for number in numbers
     ]
-    maximum = sum(map(report.get_maximum, numbers))
-    rows.append(["right", *(f"{count} of {len(students)}" for count in right), f"of {maximum:g}"])
+    of = f"of {report.count_maximum():g}"
+    rows.append(["right", *(f"{count} of {len(students)}" for count in right), of])
     printer.table(["student", *(f"exercise {n}" for n in numbers), "points"], rows, right=("points",))
     for title, names in (("No file", report.absent), ("Not in the roster", report.strangers)):
         if names:

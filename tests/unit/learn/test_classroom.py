@@ -105,6 +105,52 @@ def test_one_name_that_the_disk_refuses_does_not_stop_a_class(tmp_path):
     assert [it.student for it in found] == ["liana", "royecy"]
 
 
+def pack(path: Path, files: dict[str, str | bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_archives_of_any_program_have_the_names_of_the_students(tmp_path):
+    path = pack(tmp_path / "class.zip", {"bo\\exercise-3.py": THREE, "Zo__-exercise-3.py": THREE})
+    path.write_bytes(path.read_bytes().replace(b"Zo__", "Zoë".encode()))  # as macOS packs it
+    with exercises.open_submissions(path) as folder:
+        submissions, _ = exercises.find_submissions(folder)
+    assert [it.student for it in submissions] == ["bo", "Zoë"]
+
+
+def test_nothing_in_an_archive_is_overwritten(tmp_path):
+    inner = pack(tmp_path / "inner.zip", {"exercise-3.py": THREE}).read_bytes()
+    files = {
+        "ana/work.zip": inner,
+        "ana/work/exercise-3.py": THREE,
+        "bo.zip": inner,
+        "bo/exercise-3.py": THREE,
+    }
+    long = {f"{'x' * 300}-exercise-{n}.py": "" for n in (3, 4)}
+    with exercises.open_submissions(pack(tmp_path / "class.zip", files | long)) as folder:
+        submissions, _ = exercises.find_submissions(folder)
+    assert [(it.student[:3], it.n) for it in submissions] == [("ana", 3)] * 2 + [("bo", 3)] * 2 + [
+        ("xxx", 3),
+        ("xxx", 4),
+    ]
+
+
+def test_an_archive_of_one_student_names_the_student(tmp_path):
+    with exercises.open_submissions(pack(tmp_path / "class.zip", {"ana/exercise-3.py": THREE})) as folder:
+        ((submission,), _) = exercises.find_submissions(folder)
+    assert submission.student == "ana"
+
+
+def test_a_link_that_leads_nowhere_is_left_out(tmp_path):
+    pack(tmp_path / "ana.zip", {"exercise-3.py": THREE})
+    (tmp_path / "link.py").symlink_to("nowhere")
+    with exercises.open_submissions(tmp_path) as folder:
+        ((submission,), _) = exercises.find_submissions(folder)
+    assert submission.student == "ana"
+
+
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x05\x06" + b"\xff" * 18])
 def test_what_is_no_archive_is_refused(content, tmp_path):
     path = write(tmp_path, "class.zip", content)
@@ -315,6 +361,31 @@ def make_row(student: str, n: int, right: int, *hints: str) -> CheckedSubmission
     status = "right" if right == len(parts) else "not yet"
     result = SubmissionResult(status, hints, "", parts[:right], len(parts), 0.1)
     return CheckedSubmission(Submission(student, n, Path(f"{student}-{n}.py")), result)
+
+
+def test_a_student_without_a_name_gets_no_files():
+    assert match_student("zed", "", (Student("-"), Student("Ana"))) is None
+
+
+def test_the_name_of_an_answer_tells_its_exercise(tmp_path):
+    text = (
+        "answer_3: dict = {'itself': False}\nanswer_5 = {'variance': 1, 'scale': 1}\nanswer_2 = {'merge': 1}"
+    )
+    assert find_exercises(write(tmp_path, "a.py", text)) == {3, 5}
+
+
+def test_points_add_up_to_the_maximum():
+    points = {3: 0.1, 5: 3.333, 7: 0.2}
+    rows = tuple(
+        CheckedSubmission(
+            Submission("ana", n, Path("a.py")),
+            SubmissionResult("right", (), "", names, len(names), 1.0),
+        )
+        for n in points
+        for names in [tuple(part.name for part in EXERCISES[n - 1].parts)]
+    )
+    report = ClassReport(rows, points=points)
+    assert report.count_points("ana") == report.count_maximum() == 3.63
 
 
 def test_the_better_of_two_files_counts():

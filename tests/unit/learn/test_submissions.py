@@ -115,6 +115,20 @@ def test_a_file_may_answer_several_exercises(tmp_path):
     assert check_here(EXERCISES[2], path)["right_parts"] == ("itself",)
 
 
+def test_an_answer_with_a_part_of_the_same_name_belongs_to_its_own_exercise(tmp_path):
+    numbers = (1, 2, 3, 4, 5)  # four of them ask for weights
+    path = write(tmp_path, "all.py", "\n".join(exercises.solution(n).code for n in numbers))
+    for n in numbers:
+        assert check_here(EXERCISES[n - 1], path)["status"] == "right"
+
+
+@pytest.mark.parametrize("name", ["answer", "answer: dict", "answer_3"])
+@pytest.mark.parametrize("end", ["exit()", "1 / 0", "raise KeyboardInterrupt"])
+def test_an_answer_before_an_error_counts(name, end, tmp_path):
+    found = check_here(EXERCISES[2], write(tmp_path, "a.py", f"{name} = {{'itself': 'no'}}; {end}"))
+    assert found["right_parts"] == ("itself",)
+
+
 def test_after_an_error_the_next_cells_of_a_notebook_run(tmp_path):
     path = write(
         tmp_path, "a.ipynb", make_notebook("import no_such_module", "answer = {'itself': 'no'}", "1 +")
@@ -203,6 +217,18 @@ def test_a_file_that_does_not_end_is_stopped_with_what_it_started(tmp_path):
 def test_a_process_that_dies_is_a_result(tmp_path):
     found = exercises.check_file(3, write(tmp_path, "gone.py", "import os\nos._exit(7)"))
     assert found.status == "error" and "code 7" in found.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("import os\nopen('result.json', 'w').write('[1')\nos._exit(0)", "error"),
+        ("import os, shutil\nshutil.rmtree(os.getcwd())", "right"),
+    ],
+)
+def test_a_file_may_write_or_remove_anything_where_it_runs(text, status, tmp_path):
+    path = write(tmp_path, "a.py", f"{exercises.solution(3).code}\n{text}")
+    assert exercises.check_file(3, path).status == status
 
 
 def test_other_files_are_refused(tmp_path):

@@ -52,6 +52,7 @@ CANVAS = re.compile(
     r"(?P<id>(?(student)\d+|anon_[^\W_]+))_\d+_(?P<file>.+)"
 )
 PARTS = {n: frozenset(part.name for part in exercise.parts) for n, exercise in enumerate(EXERCISES, start=1)}
+NUMBERED = re.compile(r"answers?_?([1-8])", re.IGNORECASE)  # the name of an answer, such as answer_3
 MENTION = re.compile(r"\bExercise ([1-8])\.|\bexercises\.(?:show|check)\(\s*([1-8])\b")
 DEFINED = re.compile(
     r"^(?:def|class)\s+(\w+)|^(\w+)\s*(?::[^=\n]+)?=(?!=)|[\"'](\w+)[\"']\s*[:\]]", re.MULTILINE
@@ -190,7 +191,7 @@ def match_student(label: str, key: str, roster: Sequence[Student]) -> Student | 
 
     def has_words(student: Student) -> bool:
         own = set(_list_words(student.name))
-        return bool(known) and (known <= own or own <= known)
+        return bool(known and own) and (known <= own or own <= known)
 
     tests: list[Callable[[Student], bool]] = [
         lambda student: bool(key) and key.casefold() in student.keys,
@@ -310,7 +311,11 @@ class ClassReport:
         Args:
             n: The number of the exercise.
         """
-        return self.points.get(n, float(len(PARTS[n])))
+        return round(self.points.get(n, float(len(PARTS[n]))), 2)
+
+    def count_maximum(self) -> float:
+        """Count the points of a student for whom all exercises that were handed in are right."""
+        return round(sum(map(self.get_maximum, self.numbers)), 2)
 
     def count_points(self, student: str, n: int | None = None) -> float:
         """Count the points of a student: those of one exercise, or all of them.
@@ -401,47 +406,68 @@ def open_submissions(path: str | os.PathLike[str]) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        if source.is_dir():
-            shutil.copytree(source, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "__*"))
-        else:
-            try:
+        try:
+            if source.is_dir():
+                hidden = shutil.ignore_patterns(".*", "__*")
+                shutil.copytree(
+                    source, root, dirs_exist_ok=True, ignore=hidden, ignore_dangling_symlinks=True
+                )
+            else:
                 _unpack(source, root)
-            except Exception as error:  # a damaged archive may raise anything
-                raise ArgumentError(
-                    "exercise",
-                    received=f"--class {str(source)!r} ({type(error).__name__}: {error})",
-                    expected="a folder or a ZIP file with the files of the class",
-                    hint="Put files such as ana-exercise-3.py into a folder.",
-                ) from error
+        except Exception as error:  # a damaged archive may raise anything
+            raise ArgumentError(
+                "exercise",
+                received=f"--class {str(source)!r} ({type(error).__name__}: {error})",
+                expected="a folder or a ZIP file with the files of the class",
+                hint="Put files such as ana-exercise-3.py into a folder.",
+            ) from error
         for archive in sorted(root.rglob("*.[zZ][iI][pP]")):
             with contextlib.suppress(
                 Exception
             ):  # what cannot be unpacked is listed as a file that was not checked
-                _unpack(archive, archive.with_suffix(""))
+                folder = archive.with_suffix("")
+                _unpack(
+                    archive, folder / archive.name.lower().replace(".", "-") if folder.is_dir() else folder
+                )
                 archive.unlink()
         inside = _list_visible(root)
-        while (
-            source.is_file() and len(inside) == 1 and inside[0].is_dir() and not _match_name(inside[0].name)
-        ):
-            root, inside = inside[0], _list_visible(inside[0])  # the folder that was packed
+        while source.is_file() and len(inside) == 1 and _is_packed_folder(inside[0]):
+            root, inside = inside[0], _list_visible(inside[0])
         yield root
 
 
+def _open_archive(archive: Path) -> zipfile.ZipFile:
+    """Open an archive; macOS writes names in UTF-8 without saying so."""
+    try:
+        return zipfile.ZipFile(archive, metadata_encoding="utf-8")
+    except UnicodeDecodeError:
+        return zipfile.ZipFile(archive)
+
+
 def _unpack(archive: Path, folder: Path) -> None:
-    with zipfile.ZipFile(archive) as packed:
+    with _open_archive(archive) as packed:
         size = sum(member.file_size for member in packed.infolist())
         if size > MAX_ARCHIVE:
             raise ValueError(f"{size:,} bytes when unpacked, of at most {MAX_ARCHIVE:,}")
         for member in packed.infolist():
+            member.filename = member.filename.replace("\\", "/")  # as some programs of Windows write it
             try:
                 packed.extract(member, folder)
             except OSError:  # such as a name that is too long, with what a platform puts before it
                 name = Path(member.filename)
-                (folder / f"{name.stem[:80]}{name.suffix[:9]}").write_bytes(packed.read(member))
+                stem = name.stem if len(name.stem) <= 80 else name.stem[:40] + name.stem[-40:]
+                (folder / f"{stem}{name.suffix[:9]}").write_bytes(packed.read(member))
 
 
 def _list_visible(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if not path.name.startswith(IGNORED)]
+
+
+def _is_packed_folder(path: Path) -> bool:
+    """Return whether a folder is the one that was packed, and not a student's: that has files such as exercise-3.py."""
+    if not path.is_dir() or _match_name(path.name):
+        return False
+    return not any(NUMBER.fullmatch(it.stem) for it in _list_visible(path) if it.is_file())
 
 
 def _match_name(name: str) -> re.Match[str] | None:
@@ -598,8 +624,10 @@ def _list_answered(tree: ast.AST) -> Iterator[int]:
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for node in nodes:
         values: list[ast.expr | None] = []
-        if isinstance(node, ast.Assign):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        names: list[str] = []
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
             values = [node.value] if any(name.lower().startswith("answer") for name in names) else []
         elif isinstance(node, ast.Call) and len(node.args) == 2 and ast.unparse(node.func).endswith("check"):
             values = [node.args[1]]
@@ -610,7 +638,8 @@ def _list_answered(tree: ast.AST) -> Iterator[int]:
                 values += [inner.value for inner in ast.walk(made) if isinstance(inner, ast.Return)]
             if isinstance(value, ast.Dict):
                 keys = {key.value for key in value.keys if isinstance(key, ast.Constant)}
-                yield from _choose_exercise(keys, at_least=2)
+                said = {int(match[1]) for match in map(NUMBERED.fullmatch, names) if match}
+                yield from _choose_exercise(keys, at_least=2) or {n for n in said if PARTS[n] & keys}
 
 
 def _choose_exercise(names: set[Any], at_least: int) -> set[int]:

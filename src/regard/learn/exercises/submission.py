@@ -144,8 +144,8 @@ def check_file(
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
     stream = None if show_output else subprocess.DEVNULL
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
+        out = Path(own) / "result.json"  # a file may write or remove anything in the folder where it runs
         # -P: a file of the learner's called random.py must not replace the module of that name.
         code = "import sys; from regard.learn.exercises import submission; submission.main(*sys.argv[1:])"
         process = subprocess.Popen(
@@ -165,10 +165,11 @@ def check_file(
         finally:
             _stop(process)
         seconds = time.perf_counter() - begin
-        if not out.exists():
+        try:
+            found = json.loads(out.read_text("utf-8"))
+        except (OSError, ValueError):
             hint = f"Python ended with code {process.returncode} before the answer could be checked."
             return _make_result(exercise, "error", hint, seconds)
-        found = json.loads(out.read_text("utf-8"))
     return SubmissionResult(
         found["status"],
         tuple(found["hints"]),
@@ -308,15 +309,32 @@ def _run_cells(path: Path, exercise: Exercise) -> tuple[dict[str, Any], list[Any
     titles = {title for title, _ in cells}
     with record_answers(exercise, answers):  # those that the file itself passes to `exercises.check`
         for title, text in cells:
-            try:
-                for piece in _split_after_answers(text):
-                    exec(compile(piece, title, "exec", dont_inherit=True), names)
-                    for name, value in list(names.items()):
-                        is_new = is_answer(name, value) and not any(value is seen for seen in answers)
-                        answers += [value] if is_new else []
-            except BaseException as error:  # a learner's file may raise anything
-                errors.append(describe_error(error, titles))
+            for piece in _split_after_answers(text):
+                raised = _run_piece(piece, title, names)
+                for name, value in list(names.items()):
+                    is_new = is_answer(name, value) and not any(value is seen for seen in answers)
+                    answers += [value] if is_new else []
+                if raised is not None:
+                    errors.append(describe_error(raised, titles))
+                    break
     return names, answers, errors
+
+
+def _run_piece(piece: str, title: str, names: dict[str, Any]) -> BaseException | None:
+    """Run a piece of a file; return what it raised."""
+    try:
+        exec(compile(piece, title, "exec", dont_inherit=True), names)
+    except BaseException as error:  # a learner's file may raise anything
+        return error
+    return None
+
+
+def _fits(answer: Any, exercise: Exercise) -> bool:
+    """Return whether an answer has parts of an exercise, and of no other exercise more: several have weights."""
+    if not isinstance(answer, Mapping):
+        return True
+    own, *others = (sum(part.name in answer for part in other.parts) for other in (exercise, *EXERCISES))
+    return own > 0 and own >= max(others)
 
 
 def check_here(exercise: Exercise, path: Path) -> dict[str, Any]:
@@ -327,7 +345,7 @@ def check_here(exercise: Exercise, path: Path) -> dict[str, Any]:
     """
     names, answers, errors = _run_cells(path, exercise)
     parts = [part.name for part in exercise.parts]
-    fitting = [it for it in answers if not isinstance(it, Mapping) or any(name in it for name in parts)]
+    fitting = [it for it in answers if _fits(it, exercise)]
     answer: Any = (fitting or answers or [{}])[-1]
     if isinstance(answer, Mapping):
         own = {name: names[name] for name in parts if name in names and (callable(names[name]) or not answer)}
