@@ -189,6 +189,7 @@ class CheckedAttention(ScaledDotProductAttention):
             )
         check_leading_axes(owner, "Q", Q, "K", K)
         check_leading_axes(owner, "K", K, "V", V)
+        check_leading_axes(owner, "Q", Q, "V", V)
         return Q, K, V
 
 

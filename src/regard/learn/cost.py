@@ -87,7 +87,7 @@ class Cost:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes moved to and from memory if each step reads its inputs there and writes its result."""
+        """Bytes moved to and from memory if the scores and the weights are stored there; scaling happens on the way."""
         vectors = (self.q_len + self.kv_len) * (self.d_k + self.d_v)
         return (
             vectors + 4 * self.entries

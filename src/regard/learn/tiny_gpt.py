@@ -11,6 +11,7 @@ The sum x is called the residual stream: every part reads it and adds to it. Tok
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from regard.learn.block import relu
 from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.masks import create_causal_mask
 from regard.learn.softmax_alternatives import softmax
-from regard.learn.validation import Floats
+from regard.learn.validation import Floats, require
 from regard.positions import rope
 
 STORED_MODEL = "stories.safetensors"  # written by examples/stories/train.py, beside this module
@@ -80,7 +81,7 @@ class TinyGPTRun:
         Returns:
             The text of each and its probability, the most likely first.
         """
-        order = np.argsort(-self.next, kind="stable")[:count]
+        order = np.argsort(-self.next, kind="stable")[: max(count, 0)]
         return [(self._gpt.pieces[token], float(self.next[token])) for token in order]
 
     def __repr__(self) -> str:
@@ -119,7 +120,9 @@ class TinyGPT:
         try:
             content = stored.read_bytes() if path is None else Path(path).read_bytes()
             self.config, self.about, self.pieces, self.stored = _read_safetensors(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if missing := self._list_names() - self.stored.keys():
+                raise ValueError(f"without {min(missing)}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(
                 "TinyGPT",
                 received=f"{path}, which cannot be read ({error})",
@@ -227,8 +230,15 @@ class TinyGPT:
             The beginning and what was written.
 
         Raises:
-            ArgumentError: If the text is empty.
+            ArgumentError: If the text is empty, or the temperature negative.
         """
+        require(
+            temperature >= 0,
+            "TinyGPT",
+            received=f"temperature {temperature}",
+            expected="a temperature of at least 0",
+            hint="0 takes the most likely token each time, 1 draws from the guess of the model.",
+        )
         tokens, rng = list(self._as_tokens(text)), np.random.default_rng(seed)
         for _ in range(length):
             guess = self(tokens[-self.about["context"] :]).next
@@ -243,15 +253,21 @@ class TinyGPT:
             f"<TinyGPT, {self.config['layers']} layers of {self.config['heads']} heads, {count:,} parameters>"
         )
 
+    def _list_names(self) -> set[str]:
+        """List arrays that a complete file has: one of each layer, and those outside of the layers."""
+        layers = {f"layers.{layer}.attention.q_proj.weight" for layer in range(self.config["layers"])}
+        return layers | {"embedding.weight", "norm.weight", "unembedding.weight"}
+
     def _as_tokens(self, text: str | Sequence[int]) -> Any:
-        if not isinstance(text, str | Sequence) or isinstance(text, bytes) or not text:
+        tokens = _as_numbers(self.encode(text) if isinstance(text, str) and text != "" else text)
+        if tokens.ndim != 1 or not tokens.size or not ((0 <= tokens) & (tokens < len(self.pieces))).all():
             raise ArgumentError(
                 "TinyGPT",
                 received=f"text as {describe_argument(text)}",
-                expected="a text of at least one character, or its tokens",
+                expected=f"a text of at least one character, or its tokens, from 0 to {len(self.pieces) - 1}",
                 hint='Pass the beginning of a story: model("Once upon a time").',
             )
-        return np.array(self.encode(text) if isinstance(text, str) else text)
+        return tokens
 
     def _split_heads(self, x: Floats) -> Floats:
         return x.reshape(len(x), self.config["heads"], -1).swapaxes(0, 1)  # (heads, n, head_dim)
@@ -259,16 +275,25 @@ class TinyGPT:
     def _find_heads(self, off: Iterable[tuple[int, int]]) -> Any:
         layers, heads = self.config["layers"], self.config["heads"]
         silent = np.zeros((layers, heads), bool)
-        for layer, head in off:
-            if not (0 <= layer < layers and 0 <= head < heads):
+        for pair in off:
+            if not (np.shape(pair) == (2,) and pair[0] in range(layers) and pair[1] in range(heads)):
                 raise ArgumentError(
                     "TinyGPT",
-                    received=f"the head ({layer}, {head})",
+                    received=f"the head {pair}",
                     expected=f"a layer from 0 to {layers - 1} and a head from 0 to {heads - 1}",
                     hint="Switch a head off as (layer, head): off=[(1, 2)].",
                 )
-            silent[layer, head] = True
+            silent[int(pair[0]), int(pair[1])] = True
         return silent
+
+
+def _as_numbers(tokens: Any) -> Any:
+    """Return tokens as an array of whole numbers, an empty one if they are none."""
+    try:
+        array = np.array([operator.index(token) for token in tokens])
+    except TypeError:
+        return np.array([])
+    return np.array([]) if isinstance(tokens, bytes) else array
 
 
 def encode(text: str, numbers: Mapping[str, int]) -> list[int]:

@@ -196,6 +196,13 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "same d_k",
     ),
     (lambda: kernel_attention(X32, X34, X34), "CheckedAttention", "(3, 4)", "since d_k is 2", "d_k=4"),
+    (
+        lambda: CheckedAttention(2)(np.ones((2, 1, 2)), np.ones((1, 1, 2)), np.ones((3, 1, 2))),
+        "CheckedAttention",
+        "V of shape (3, 1, 2)",
+        "axes of one",
+        "same batch",
+    ),
     (lambda: profile([64], repeats=1), "fit_exponent", "1 lengths", "two or more", "two points"),
     (
         lambda: kernel_attention(X32, X32, X32, kernel=lambda q, k: -(q @ k.T)),

@@ -83,13 +83,24 @@ def test_drawing_depends_on_seed_and_temperature(gpt):
     assert gpt.generate("The ", 8, temperature=1e-6) == gpt.generate("The ", 8)
 
 
-@pytest.mark.parametrize("text", ["", b"", [], 3, None])
+def test_tokens_may_be_those_of_a_run(gpt):
+    run = gpt("The cat")
+    assert np.array_equal(gpt(run.tokens).next, run.next)
+
+
+@pytest.mark.parametrize("temperature", [-1, float("nan")])
+def test_a_temperature_below_zero_is_refused(gpt, temperature):
+    with pytest.raises(ArgumentError, match="expected a temperature of at least 0"):
+        gpt.generate("The", 1, temperature=temperature)
+
+
+@pytest.mark.parametrize("text", ["", b"", b"a", [], 3, None, [10**6], [-1], [1.5], ["a"], [[1, 2]]])
 def test_a_text_is_needed(gpt, text):
     with pytest.raises(ArgumentError, match="expected a text of at least one character"):
         gpt(text)
 
 
-@pytest.mark.parametrize("head", [(4, 0), (0, 8), (-1, 0)])
+@pytest.mark.parametrize("head", [(4, 0), (0, 8), (-1, 0), 1, (1,), (0.5, 0)])
 def test_an_unknown_head_is_refused(gpt, head):
     with pytest.raises(ArgumentError, match="expected a layer from 0 to 3 and a head from 0 to 7"):
         gpt("The", off=[head])
