@@ -592,15 +592,13 @@ def test_the_steps_of_the_class_show_every_number(show):
     assert produced["scores"] == cells(scores)
     assert produced["scaled"] == cells(scores / 2)
     assert produced["weights"] == cells(weights)
-    assert produced["output"] == cells(output)
     assert produced["returns"] == [*cells(output), *cells(weights)]
     inner = {
         name: v for s in seen if s["where"] == "forward › compute_weights" for name, v in s["fresh"].items()
     }
     exponentials = np.exp(scores / 2 - (scores / 2).max(axis=1, keepdims=True))
-    assert inner["exponentials"] == cells(exponentials)
-    assert inner["total"] == cells(exponentials.sum(axis=1, keepdims=True))
-    names = ["mask", "true_means", "Q", "K", "V", "scores", "scaled", "weights", "output", "self"]
+    assert inner["parts"] == cells(exponentials)
+    names = ["mask", "Q", "K", "V", "scores", "scaled", "weights", "self"]
     assert seen[-1]["other"] == names
 
 
@@ -627,14 +625,14 @@ def test_moving_by_button_slider_and_keyboard(show):
     assert tab.locator("#back").is_disabled()
     tab.keyboard.press("ArrowRight")
     assert count.text_content() == f"step 2 of {total}"
-    assert "calls _check_head" in tab.locator("#event").text_content()
-    assert "calls _check_head" in tab.get_by_role("status").text_content()
+    assert "calls _read_head" in tab.locator("#event").text_content()
+    assert "calls _read_head" in tab.get_by_role("status").text_content()
     tab.keyboard.press("ArrowRight")
-    assert where.text_content() == "attention_by_loops › _check_head"
+    assert where.text_content() == "attention_by_loops › _read_head"
     tab.keyboard.press("ArrowLeft")
     tab.locator("#step-over").click()
     assert where.text_content() == "attention_by_loops"
-    assert tab.locator(".fresh strong").all_text_contents() == ["Q", "K", "V"]
+    assert tab.locator(".fresh strong").all_text_contents() == ["Q", "K", "V", "attend"]
     slider = tab.get_by_role("slider", name="Step")
     slider.focus()
     tab.keyboard.press("End")

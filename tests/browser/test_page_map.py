@@ -519,7 +519,8 @@ def test_pointer_and_wheel(show, long_page):
     assert (
         abs(pointed()[0] - near[0]) <= 1 and abs(pointed()[1] - near[1]) <= 1
     )  # the cell moves with the pointer
-    tab.mouse.dblclick(x + 60, y + 30)
+    tab.mouse.dblclick(x + 60, y + 30)  # it zooms, and opens the steps of the cell below the map
+    tab.locator(".map").hover()
     for _ in range(60):
         tab.mouse.wheel(0, 240)
     until(tab, lambda: in_view(tab), "queries 0 to 4,095, keys 0 to 4,095")

@@ -150,7 +150,7 @@ class TinyGPT:
 
         >>> gpt = TinyGPT()
         >>> [gpt.pieces[token] for token in gpt.encode("Zobi has a hat.")]
-        ['\n', ' Zo', 'bi', ' has', ' a', ' hat', '.']
+        ['\n', ' Z', 'ob', 'i', ' has', ' a', ' hat', '.']
         """
         return encode(text, self._numbers)
 
