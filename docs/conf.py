@@ -12,6 +12,7 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from nbclient import NotebookClient
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 import regard
 
@@ -96,9 +97,17 @@ def fix_navigation(app: Sphinx, docname: str, template: str, context: dict[str, 
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
 
 
+def check_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Fail if a page was not written: Sphinx drops the error of a chunk of pages if it writes in parallel."""
+    missing = [name for name in app.env.found_docs if not Path(app.builder.get_outfilename(name)).exists()]
+    if missing and exception is None and app.builder.name == "html":
+        raise ExtensionError(f"pages not written: {', '.join(sorted(missing))}. sphinx -j 1 shows the error.")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml", (lambda v, n: mathml(v, n, False), None), (lambda v, n: mathml(v, n, True), None)
     )
     app.connect("html-page-context", fix_navigation, priority=900)  # after the theme built the navigation
+    app.connect("build-finished", check_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

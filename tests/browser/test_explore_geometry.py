@@ -11,7 +11,7 @@ import regard
 from regard import explore
 from regard.learn import magnitude, pronoun, three_tokens, tiny_head
 from regard.render.text import escape_unprintable, format_number, format_vector
-from tests.helpers.pages import HOSTILE, LOADED, faults, format_column, format_vectors, pace, table
+from tests.helpers.pages import HOSTILE, LOADED, SCREENS, faults, format_column, format_vectors, pace, table
 
 slow = pytest.mark.slow  # starts a browser
 
@@ -234,7 +234,7 @@ def test_hostile_tokens_are_text(show):
 
 
 @slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 390)])
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
     tab = show(explore.geometry(mask=regard.first(2)), **options)

@@ -13,7 +13,7 @@ from regard import explore
 from regard.explore.explorers import CONTINUATIONS
 from regard.interventions import ablate
 from regard.pages import html
-from tests.helpers.pages import HOSTILE, faults, pace
+from tests.helpers.pages import HOSTILE, SCREENS, faults, pace
 from tests.helpers.story_model import load_numpy, load_torch, run_torch, window
 
 pytest.importorskip("torch")
@@ -381,9 +381,7 @@ def test_hostile_text_stays_text(open_page, page):
 
 
 @slow
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
-)
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(open_page, scheme, width):
     tab = open_page(viewport={"width": width, "height": 844}, color_scheme=scheme, has_touch=width == 390)
     act = "tap" if width == 390 else "click"

@@ -16,7 +16,7 @@ from regard.explore.explorers import MAX_SCORES, SIGMAS, TEMPERATURES, row_paylo
 from regard.learn import cat, sharpness, softmax, softmax_jacobian, variance_experiment
 from regard.pages import html
 from regard.render.text import escape_unprintable, format_number
-from tests.helpers.pages import HOSTILE, faults, format_column, rows_of_scores, run_in_node, table
+from tests.helpers.pages import HOSTILE, SCREENS, faults, format_column, rows_of_scores, run_in_node, table
 
 pytestmark = pytest.mark.slow  # starts a browser
 
@@ -231,7 +231,7 @@ def test_hostile_tokens_are_shown_as_text(show):
     assert names[3] in tab.locator("h2").first.text_content()
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     tab = show(explore.scaling(), viewport={"width": width, "height": 800}, color_scheme=scheme)
     for scaled in (True, False):

@@ -71,12 +71,12 @@ def test_shares_and_colours_match_the_masses(show, width):
     np.testing.assert_allclose(
         [float(text.split()[0]) for text in means], 100 * everything.mean(0), rtol=6e-3
     )
-    tab.get_by_role("radio", name="doc 2", exact=True).check(force=True)
+    tab.get_by_role("radio", name="doc 2", exact=True).check()
     check(everything, 2)
     tab.locator("#layer").select_option("2")
     check(mass["layers.2"][1].mean(0), 2)
     tab.locator("#head").select_option("3")
-    tab.get_by_role("radio", name="largest span", exact=True).check(force=True)
+    tab.get_by_role("radio", name="largest span", exact=True).check()
     check(mass["layers.2"][1, 3], None)
     tab.locator(".answer .word").nth(7).click()
     shown = tab.locator("[data-share]").evaluate_all("nodes => nodes.map(n => Number(n.dataset.share))")

@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 import pytest
 
-from tests.helpers.pages import HOSTILE, faults
+from tests.helpers.pages import HOSTILE, SCREENS, faults
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -705,7 +705,7 @@ def test_hostile_tokens_are_text(show):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1300), ("dark", 390)])
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_no_serious_fault(show, scheme, width):
     page = uniform().page(list("abcdefghijk"))
     tab = show(page, viewport={"width": width, "height": 800}, color_scheme=scheme)

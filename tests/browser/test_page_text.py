@@ -11,7 +11,7 @@ import regard
 from regard import attention, causal
 from regard.core.matrix_page import build_payload
 from regard.render.text import escape_unprintable
-from tests.helpers.pages import HOSTILE, darkest_pixel, faults
+from tests.helpers.pages import HOSTILE, SCREENS, darkest_pixel, faults
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "because", "it", "was", "tired", "and", "lazy"]
 # The name, the position and the weight of each token on screen, read from the label that a screen reader gets.
@@ -188,7 +188,7 @@ def test_hostile_tokens_are_text(show):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_no_serious_fault(show, scheme, width):
     tab = show(
         square(mask=causal()).page(tokens(40)), viewport={"width": width, "height": 800}, color_scheme=scheme

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.pages import HOSTILE, faults
+from tests.helpers.pages import HOSTILE, SCREENS, faults
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("pandas")
@@ -219,7 +219,7 @@ def test_hostile_names_are_shown_as_text(show, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_no_serious_fault(show, page, scheme, width):
     tab = show(page, viewport={"width": width, "height": 800}, color_scheme=scheme)
     tab.locator("#app[data-ready]").wait_for()
