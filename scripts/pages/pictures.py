@@ -21,13 +21,14 @@ PANELS = 3  # the first ones of the page: the text, the next letter, how the gue
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", choices=["head", "model"], help="default: both")
+    choices = ["head", "model", "all"]
+    parser.add_argument("name", nargs="?", choices=choices, default="all", help="default: all")
     parser.add_argument("--folder", type=Path, default=DOCS, help="default: docs")
 
 
 def run(options: argparse.Namespace) -> None:
     for name, draw in (("head", draw_head), ("model", take_screenshot)):
-        if not options.names or name in options.names:
+        if options.name in (name, "all"):
             path = options.folder / f"{name}.png"
             draw(path)
             print(path)

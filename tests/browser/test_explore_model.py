@@ -13,6 +13,7 @@ from regard import explore
 from regard.explore.explorers import CONTINUATIONS
 from regard.interventions import ablate
 from regard.pages import html
+from tests.helpers.nightly import keep_in_ci
 from tests.helpers.pages import HOSTILE, SCREENS, faults, pace
 from tests.helpers.story_model import load_numpy, load_torch, run_torch, window
 
@@ -177,7 +178,7 @@ def numbers(tab, selector: str) -> np.ndarray:
 
 
 @slow
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", keep_in_ci([1280, 390], 390))
 def test_a_cell_shows_how_its_weight_arose(open_page, width):
     tab = open_page(viewport={"width": width, "height": 844}, reduced_motion="reduce")  # scrolls at once
     run, (i, j), pair = load_numpy()(TEXT), (20, 4), 26

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from regard.lens.span_mass import LayerSpans, SpanMass, mean_defined
+from tests.helpers.nightly import keep_in_ci
 from tests.helpers.pages import HOSTILE, faults
 
 pytestmark = pytest.mark.slow  # starts a browser
@@ -46,7 +47,7 @@ def read_words(tab):
     )
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", keep_in_ci([1280, 390], 390))
 def test_shares_and_colours_match_the_masses(show, width):
     mass = build_mass()
     page = mass.page(TOKENS, batch=1, title=HOSTILE[0])

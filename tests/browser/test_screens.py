@@ -292,8 +292,8 @@ class Screen:
         self.wait_for(lambda: self.frame.evaluate("document.querySelector('#app').ariaBusy !== 'true'"))
 
     def wait_for(self, met: Callable[[], Any]) -> bool:
-        """Wait up to four seconds for a condition, and return whether it was met."""
-        for _ in range(200):
+        """Wait up to twenty seconds for a condition, and return whether it was met."""
+        for _ in range(1000):
             if met():
                 return True
             self.tab.wait_for_timeout(20)
