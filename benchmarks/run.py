@@ -33,11 +33,10 @@ from regard import (
     TopK,
     attention,
     causal,
-    document,
-    first,
     sliding_window,
 )
 from regard.engines.native import find_instruction_set, use_instruction_set
+from regard.masks import document, first
 
 HISTORY = Path(__file__).with_name("history.jsonl")
 

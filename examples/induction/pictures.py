@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 
 from examples.induction.data import draw_repeats, encode
 from examples.induction.model import HERE, Model, load
-from regard import Mass, document
+from regard import Mass
+from regard.masks import document
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#c8500a", "#666666"
 SENTENCE = "Return the value of the named attribute of the object, or the default."

@@ -27,7 +27,8 @@ from torch import Tensor
 from examples.induction import baselines
 from examples.induction.data import TextSplit, build_text, decode, draw_repeats, encode
 from examples.induction.model import Config, Model, load, save
-from regard import Mass, document
+from regard import Mass
+from regard.masks import document
 
 Figures = dict[str, Any]
 OUT = Path("build/induction")  # not this folder, so that an experiment does not overwrite the stored models

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from regard._public import set_public_module
 from regard.core.attention import attention, linear_attention
 from regard.core.matrix import AttentionMatrix
-from regard.core.products import merge
+from regard.core.products import merge_states
 from regard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -22,7 +22,7 @@ from regard.errors import (
     RegardError,
     TooLargeError,
 )
-from regard.masks import Mask, between, causal, dense, document, first, padding, prefix, sliding_window
+from regard.masks import Mask, causal, mask, padding, sliding_window
 from regard.measures import (
     Coarse,
     Distance,
@@ -37,8 +37,8 @@ from regard.measures import (
     Spread,
     TopK,
 )
-from regard.positions import rope, sinusoidal
-from regard.score_mods import ScoreMod, alibi, bias, relative_bias, softcap
+from regard.positions import rope
+from regard.score_mods import ScoreMod, alibi, relative_bias, softcap
 
 if TYPE_CHECKING:
     from regard import diagnosis as diagnosis
@@ -96,24 +96,18 @@ __all__ = [
     "TopK",
     "alibi",
     "attention",
-    "between",
-    "bias",
     "causal",
-    "dense",
-    "document",
     "engines",
-    "first",
     "linear_attention",
+    "mask",
     "masks",
     "measures",
-    "merge",
+    "merge_states",
     "padding",
     "positions",
-    "prefix",
     "relative_bias",
     "rope",
     "score_mods",
-    "sinusoidal",
     "sliding_window",
     "softcap",
 ]

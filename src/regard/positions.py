@@ -36,7 +36,7 @@ def sinusoidal(length: int, dim: int, *, base: float = 10_000.0) -> Array:
     Raises:
         ArgumentError: If `length` is negative, or `dim` is not an even number.
 
-    >>> from regard import sinusoidal
+    >>> from regard.positions import sinusoidal
     >>> sinusoidal(2, 4).round(3)
     array([[0.   , 1.   , 0.   , 1.   ],
            [0.841, 0.54 , 0.01 , 1.   ]])

@@ -395,11 +395,14 @@ def detach(array: Any) -> Any:
     return array.detach() if hasattr(array, "detach") else array
 
 
-def detach_arrays(arguments: SpecOrProblem) -> SpecOrProblem:
-    """Return arguments of detached arrays and without an engine, as a deep copy or a file keeps them."""
+def convert_arrays(arguments: SpecOrProblem, convert: Callable[[Any], Any]) -> SpecOrProblem:
+    """Return arguments whose arrays were converted, without an engine."""
     parts = (arguments.mask, arguments.score_mods)
-    mask, score_mods = copy.deepcopy(parts, {id(array): detach(array) for array in find_arrays(*parts)})
-    query, key, sink = map(detach, (arguments.query, arguments.key, arguments.sink))
+    mask, score_mods = copy.deepcopy(parts, {id(array): convert(array) for array in find_arrays(*parts)})
+    query, key, sink = (
+        None if array is None else convert(array)
+        for array in (arguments.query, arguments.key, arguments.sink)
+    )
     none: Any = None
     return replace(arguments, engine=none, query=query, key=key, sink=sink, mask=mask, score_mods=score_mods)
 

@@ -281,7 +281,7 @@ def bias(array: Array) -> ScoreMod:
         ArgumentTypeError: If the array does not hold floating-point numbers.
 
     >>> import numpy as np
-    >>> from regard import bias
+    >>> from regard.score_mods import bias
     >>> bias(np.zeros((5, 5)))
     bias(<array of shape (5, 5)>)
     """

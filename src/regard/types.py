@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-# An array of any engine: a NumPy array, a torch tensor, or an array of a registered library.
+if TYPE_CHECKING:  # only type checkers need the default, which `typing` has from Python 3.13 on
+    from typing_extensions import TypeVar
+
+    ArrayT = TypeVar("ArrayT", default=Any)
+else:
+    from typing import TypeVar
+
+    ArrayT = TypeVar("ArrayT")
+
+# An array of any engine: a NumPy array, a torch tensor, or an array of a registered library. What a user calls has
+# `ArrayT`, the type of the arrays that the matrix was made from.
 Array = Any
 # The functions of an array library, as in the array API standard.
 Namespace = Any

@@ -131,7 +131,7 @@ def test_a_sentence_describes_each_row(show):
     mask = np.ones((7, 3), bool)
     mask[5, 1:] = mask[6] = False
     query = np.log(weights) * np.sqrt(3)
-    tab = show(explore.heatmap(query, np.eye(3), tokens=["a", "b", "c"], mask=regard.dense(mask)))
+    tab = show(explore.heatmap(query, np.eye(3), tokens=["a", "b", "c"], mask=regard.masks.dense(mask)))
     assert tab.locator("#rows li").all_text_contents() == [
         "“query 0” looks most at “a” (61 %), then at “b” (30 %).",
         "“query 1” looks at all 3 alike, 33.3 % each.",

@@ -231,7 +231,7 @@ def test_the_story(show):
 
 def test_the_story_of_masked_and_strange_numbers(show):
     query, key = np.array([[1.0, -1.0], [0.0, 2.0]]), np.array([[1.0, 1.0], [np.nan, 1.0], [2.0, 0.0]])
-    mask = regard.dense(np.array([[True, False, True], [False] * 3]))
+    mask = regard.masks.dense(np.array([[True, False, True], [False] * 3]))
     tab = show(explore.cost(query, key, np.zeros((3, 1)), mask=mask))
     told = tab.evaluate(STORY)
     assert [title for title, *_ in told][3:] == [
@@ -259,8 +259,11 @@ def test_own_arrays_with_a_mask(show):
     own = rng.normal(size=(2, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
     for mask, seen in [
         (None, np.ones((2, 4), bool)),
-        (regard.dense(np.array([[1, 0, 1, 1], [0, 0, 0, 0]], bool)), np.array([[1, 0, 1, 1], [0] * 4], bool)),
-        (~regard.first(4), np.zeros((2, 4), bool)),
+        (
+            regard.masks.dense(np.array([[1, 0, 1, 1], [0, 0, 0, 0]], bool)),
+            np.array([[1, 0, 1, 1], [0] * 4], bool),
+        ),
+        (~regard.masks.first(4), np.zeros((2, 4), bool)),
     ]:
         tab = show_products(show(explore.cost(*own, mask=mask)))
         steps = every_step(tab)
@@ -275,7 +278,7 @@ def test_own_arrays_with_a_mask(show):
 def test_masked_numbers_that_are_not_finite_have_no_effect(show):
     key, value = K.copy(), V.copy()
     key[2], value[2] = np.nan, np.inf
-    tab = show_products(show(explore.cost(Q, key, value, mask=regard.first(2))))
+    tab = show_products(show(explore.cost(Q, key, value, mask=regard.masks.first(2))))
     last = every_step(tab)[-1]
     output = attention_by_loops(Q, key, value, np.array([True, True, False])).output
     assert last["result"] == format_matrix(output) and np.isfinite(output).all()

@@ -193,7 +193,7 @@ def test_a_long_misaligned_key_wins_until_lengths_are_one(show):
 
 @slow
 def test_each_query_has_its_own_position_and_mask(show):
-    mask = regard.dense([[True, False, True], [False, False, False]])
+    mask = regard.masks.dense([[True, False, True], [False, False, False]])
     tab = show(explore.geometry(tiny_head.Q, tiny_head.K, tiny_head.V, tokens=tiny_head.tokens, mask=mask))
     assert table(tab) == expected(tiny_head.Q, tiny_head.K, tiny_head.tokens, mask=mask)
     corners = "polygon => polygon.getAttribute('points').split(' ').length"
@@ -237,7 +237,7 @@ def test_hostile_tokens_are_text(show):
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
-    tab = show(explore.geometry(mask=regard.first(2)), **options)
+    tab = show(explore.geometry(mask=regard.masks.first(2)), **options)
     assert tab.evaluate(LOADED) < 20 * pace(tab)
     assert faults(tab) == []
     tab.get_by_label("normalise").check()

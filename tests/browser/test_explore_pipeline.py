@@ -168,7 +168,7 @@ def test_a_click_on_a_cell_shows_the_product_behind_it(show):
 def test_pipeline_of_own_arrays(show):
     rng = np.random.default_rng(3)
     query, key = rng.normal(size=(2, 11)), rng.normal(size=(3, 11))
-    mask = regard.dense([[True, False, True], [False] * 3])
+    mask = regard.masks.dense([[True, False, True], [False] * 3])
     tab = show(explore.pipeline(query, key, mask=mask))
     assert tab.get_by_label("causal mask").count() == 0  # not square
     assert tab.get_by_label("Your sentence").count() == 0
@@ -182,7 +182,7 @@ def test_pipeline_of_own_arrays(show):
     assert "Every key is masked" in tab.locator("#description").text_content()
     assert grids(tab)["weights"][1].tolist() == [0, 0, 0]
     assert cell(tab, "scores", 1, 2).text_content() == "−∞"
-    tab = show(explore.pipeline(query, key, key, mask=~regard.first(3)))
+    tab = show(explore.pipeline(query, key, key, mask=~regard.masks.first(3)))
     tab.get_by_role("button", name="Aggregate").click()
     assert "Every key is masked" in tab.locator("#description").text_content()
     assert not grids(tab)["output"].any()
@@ -192,7 +192,7 @@ def test_pipeline_of_own_arrays(show):
 def test_masked_values_that_are_not_finite_have_no_effect(show):
     key = np.array([[1.0, 2.0], [np.nan, np.inf], [0.5, -1.0]])
     value = np.array([[1.0], [np.nan], [3.0]])
-    mask = regard.dense([[True, False, True]])
+    mask = regard.masks.dense([[True, False, True]])
     tab = show(explore.pipeline([[1.0, 1.0]], key, value, mask=mask))
     tab.get_by_label("scale", exact=True).uncheck()
     steps = regard.attention([[1.0, 1.0]], key, mask=mask, scale=1.0).explain(0, value)

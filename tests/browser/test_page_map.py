@@ -8,11 +8,13 @@ import statistics
 import numpy as np
 import pytest
 
-from regard import alibi, attention, bias, causal, document, first, padding, sliding_window, softcap
+from regard import alibi, attention, causal, padding, sliding_window, softcap
 from regard.core.matrix_page import build_payload
 from regard.errors import ArgumentError
+from regard.masks import document, first
 from regard.pages import html
 from regard.render.text import escape_unprintable, format_number
+from regard.score_mods import bias
 from tests.helpers.nightly import keep_in_ci
 from tests.helpers.pages import HOSTILE, SCREENS, assert_policy_said, faults, find_color, pace
 

@@ -11,25 +11,15 @@ import numpy as np
 import pytest
 
 import regard
-from regard import (
-    alibi,
-    attention,
-    bias,
-    causal,
-    dense,
-    first,
-    padding,
-    relative_bias,
-    sliding_window,
-    softcap,
-)
+from regard import alibi, attention, causal, padding, relative_bias, sliding_window, softcap
 from regard.capture.compact_mask import IntervalMask, UniformRows
 from regard.core.block_loop import run_block_loop
 from regard.core.matrix_page import build_payload
 from regard.core.products import DenseWeights
 from regard.errors import ArgumentError, TooLargeError
+from regard.masks import dense, first
 from regard.pages import encoding, html
-from regard.score_mods import ScoreMod
+from regard.score_mods import ScoreMod, bias
 from regard.tiling import use_tile_sizes
 from tests.helpers.interval_masks import KEYS, LOWER, MASKS, ROWS, drawn
 from tests.helpers.pages import run_in_node

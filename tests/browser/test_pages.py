@@ -283,7 +283,7 @@ def check_javascript(answer: str) -> None:
     for row, numbers in zip(rows_of_scores(), got["softmax"], strict=True):
         # A query of 1 against keys that are the scores, −inf by a mask: the library's own softmax of the row.
         key = np.array([[0.0 if x == -np.inf else x] for x in row])
-        mask = regard.dense(np.array([[x != -np.inf for x in row]]))
+        mask = regard.masks.dense(np.array([[x != -np.inf for x in row]]))
         steps = regard.attention([[1.0]], key, mask=mask, scale=1.0).explain(0)
         want = [steps.shift, steps.total, *steps.exponentials, *steps.weights]
         np.testing.assert_allclose([float(x) for x in numbers], want, rtol=1e-13, atol=0)

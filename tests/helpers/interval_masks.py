@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard import between, causal, dense, document, first, padding, prefix, sliding_window
+from regard import causal, padding, sliding_window
+from regard.masks import between, dense, document, first, prefix
 
 ROWS, KEYS = 37, 41
 LOWER = {"align": "lower_right"}

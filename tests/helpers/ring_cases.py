@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from regard import distributed, first
+from regard import distributed
 from regard.distributed import peer_group, product, ring
 from regard.distributed.layouts import build_layout
 from regard.errors import RegardError
+from regard.masks import first
 from regard.measures import Coarse, Distance, Entropy, Mass, MaxScore, Measure, Received
 from regard.testing import Case, build_inputs
 from regard.testing.cases import from_engine, to_engine

@@ -47,12 +47,12 @@ def make_mask(kind: str, batch: int, rows: int, kv_len: int) -> Any:
             return regard.causal(align)
         case "window":
             window = regard.sliding_window(13, align=align)
-            return regard.causal(align) & (window | regard.first(3))
+            return regard.causal(align) & (window | regard.masks.first(3))
         case "padding":
             return regard.padding([max(1, kv_len - 5), kv_len // 2][:batch])
     allowed = np.random.default_rng(rows).random((batch, 1, rows, kv_len)) < 0.3
     allowed[0, 0, rows // 2] = False
-    return regard.dense(allowed)
+    return regard.masks.dense(allowed)
 
 
 MASKS = ("none", "causal", "window", "padding", "dense")
@@ -228,10 +228,10 @@ def check_matrix() -> dict[str, Any]:
     rng = torch.Generator().manual_seed(5)
     query, key, value = (torch.randn((1, 4, 90, 16), generator=rng).to(torch.bfloat16) for _ in range(3))
     key, value = key[:, :2], value[:, :2]
-    mask = regard.causal() & (regard.sliding_window(40) | regard.first(2))
+    mask = regard.causal() & (regard.sliding_window(40) | regard.masks.first(2))
     measures = {
         "entropy": regard.Entropy(), "received": regard.Received(), "distance": regard.Distance(),
-        "position": regard.Position(), "mass": regard.Mass(regard.first(2)), "coarse": regard.Coarse(9),
+        "position": regard.Position(), "mass": regard.Mass(regard.masks.first(2)), "coarse": regard.Coarse(9),
         "peak": regard.Coarse(4, "max"), "top": regard.TopK(5), "max_weight": regard.MaxWeight(),
         "max_score": regard.MaxScore(), "spread": regard.Spread(), "columns": regard.MaxWeight(-2),
     }  # fmt: skip

@@ -15,7 +15,7 @@ from regard import (
     TooLargeError,
     attention,
     linear_attention,
-    merge,
+    merge_states,
 )
 from regard.core.attention import attention_from_weights
 from regard.masks import between, causal, dense, document, first, padding, prefix, sliding_window
@@ -155,7 +155,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     # conversion and merging
     "numpy of a large matrix": lambda: np.asarray(large),
     "numpy without a copy": lambda: np.asarray(A, copy=False),
-    "merge with text": lambda: merge([part, (value, "lse")]),
+    "merge with text": lambda: merge_states([part, (value, "lse")]),
     # operations by name
     "page of many heads": lambda: heads.page(),
     "max by another name": lambda: A.max(along=-1),
@@ -217,10 +217,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "explain two queries": lambda: A.explain([1, 2]),
     "explain a slice": lambda: A.explain(slice(1, 3)),
     "mass of no mask": lambda: A.measure(Mass("first")),
-    "merge of nothing": lambda: merge([]),
-    "merge of one part": lambda: merge(part),
-    "merge of other widths": lambda: merge([part, (part[0][:, :2], part[1])]),
-    "merge of other lengths": lambda: merge([part, (part[0], part[1][:3])]),
+    "merge of nothing": lambda: merge_states([]),
+    "merge of one part": lambda: merge_states(part),
+    "merge of other widths": lambda: merge_states([part, (part[0][:, :2], part[1])]),
+    "merge of other lengths": lambda: merge_states([part, (part[0], part[1][:3])]),
 }
 
 # Errors of another class than ArgumentError, and the calls that raise them.

@@ -71,10 +71,10 @@ def test_without_its_edges_the_model_guesses(model, repeats, heads):
     induction = (
         torch.nn.functional.one_hot(repeats.source.clamp(min=0), 64).bool() & (repeats.source >= 0)[..., None]
     )
-    kept = restrict(layer, mask=regard.dense(~induction[:, None]))
+    kept = restrict(layer, mask=regard.masks.dense(~induction[:, None]))
     assert measure_accuracy(model, repeats, kept) < 2 * CHANCE
     # As many other edges of the same rows do not matter.
-    shifted = regard.dense(~induction[:, None].roll(3, -1))
+    shifted = regard.masks.dense(~induction[:, None].roll(3, -1))
     assert measure_accuracy(model, repeats, restrict(layer, mask=shifted)) > 0.9
 
 

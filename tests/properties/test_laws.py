@@ -56,7 +56,7 @@ def definition(inputs: Any) -> reference.Definition:
 def moved(inputs: Any, shape: tuple[int, ...], index: Any) -> dict[str, Any]:
     """Return the arguments of a case with a dense mask whose rows or columns are permuted."""
     allowed = np.broadcast_to(inputs.definition.get("mask", True), shape)
-    return {**inputs.arguments, "mask": regard.dense(allowed[index])}
+    return {**inputs.arguments, "mask": regard.masks.dense(allowed[index])}
 
 
 def parts_of(*results: Any) -> Any:
@@ -110,9 +110,13 @@ def test_shards_of_the_keys_merge_to_the_whole_in_any_order(case: Case, cuts: An
         arguments = moved(inputs, A.shape, (..., shard))
         B = regard.attention(inputs.query, inputs.key[..., shard, :], **arguments)
         parts.append((B @ inputs.value[..., shard, :], B.lse))
-    halves = [regard.merge(part) for part in (parts[2:], parts[:2]) if part]
+    halves = [regard.merge_states(part) for part in (parts[2:], parts[:2]) if part]
     whole = definition(inputs)
-    for output, lse in (regard.merge(parts), regard.merge(parts[::-1]), regard.merge(halves)):
+    for output, lse in (
+        regard.merge_states(parts),
+        regard.merge_states(parts[::-1]),
+        regard.merge_states(halves),
+    ):
         close(output, whole.output)
         close(lse, whole.lse)
 
@@ -225,7 +229,7 @@ def test_a_constant_added_to_a_row_moves_its_lse_and_nothing_else(case: Case, se
     inputs, A = filled(case)
     constant = np.random.default_rng(seed).normal(size=(A.shape[-2], 1)) * 10
     mods = [inputs.arguments["score_mod"]] if "score_mod" in inputs.arguments else []
-    arguments = {**inputs.arguments, "score_mod": [*mods, regard.bias(constant)]}
+    arguments = {**inputs.arguments, "score_mod": [*mods, regard.score_mods.bias(constant)]}
     B = regard.attention(inputs.query, inputs.key, **arguments)
     close(B.to_dense(), A.to_dense())
     close(B @ inputs.value, A @ inputs.value)
@@ -319,7 +323,7 @@ def test_merged_measures_equal_the_whole_in_any_order(case: Case, block: int, se
     coarse = [regard.Coarse(min(3, shape[1]), reduce) for reduce in ("mean", "max", "sum")]
     for measure in (
         regard.Entropy(), regard.Received(), Sum(), MaxWeight(), MaxWeight(-2), regard.TopK(5), *coarse,
-        regard.Distance("lower_right"), regard.Spread("lower_right"), regard.Mass(regard.first(5)),
+        regard.Distance("lower_right"), regard.Spread("lower_right"), regard.Mass(regard.masks.first(5)),
     ):  # fmt: skip
         bound = measure.bind(A.problem)
 

@@ -300,9 +300,9 @@ def test_08_true_means_attend():
     attend = np.array([[True, False, False], [True, True, False]])
     A = attention(np.zeros((2, 1)), np.zeros((3, 1)), mask=dense(attend))
     assert A.to_dense().tolist() == [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]
-    B = attention(np.zeros((2, 1)), np.zeros((3, 1)), mask=regard.dense(~attend, true_means="ignore"))
+    B = attention(np.zeros((2, 1)), np.zeros((3, 1)), mask=regard.masks.dense(~attend, true_means="ignore"))
     assert B.to_dense().tolist() == A.to_dense().tolist()
-    assert regard.dense(attend, true_means="ignore") == ~dense(attend)
+    assert regard.masks.dense(attend, true_means="ignore") == ~dense(attend)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "float32", "float64"])

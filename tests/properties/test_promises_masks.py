@@ -28,7 +28,7 @@ ATOMS = {
     "document([0, 0, 2])": document([0, 0, 2]),
     "document([0, 1], query_ids=[1])": document([0, 1], query_ids=[1]),
     "dense([[True, False]])": dense([[True, False]]),
-    "~dense([[True, False]])": regard.dense([[True, False]], true_means="ignore"),
+    "~dense([[True, False]])": regard.masks.dense([[True, False]], true_means="ignore"),
     "causal() & padding([3, 5]) & (sliding_window(512) | first(4))":
         causal() & padding([3, 5]) & (sliding_window(512) | first(4)),
     "~(causal() & first(2)) | ~document([1, 1])": ~(causal() & first(2)) | ~document([1, 1]),

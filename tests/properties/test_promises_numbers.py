@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from regard import Spread, attention, merge, reference, rope
+from regard import Spread, attention, merge_states, reference, rope
 from regard.masks import causal, dense, first, padding, sliding_window
 from regard.score_mods import alibi, alibi_slopes, bias, softcap
 from regard.testing import CaseInputs, assert_matches, check_case
@@ -320,11 +320,17 @@ def test_23_shards_merge_in_any_order_empty_ones_too(cuts, level, small_tiles):
     drift = 4 * epsilon("float64") * (1 + largest)
     folded = parts[0]
     for part in parts[1:]:
-        folded = merge([folded, part])
+        folded = merge_states([folded, part])
     shuffled = [parts[i] for i in np.random.default_rng(29).permutation(len(parts))]
     middle = len(parts) // 2
-    in_two = merge([merge(half) for half in (parts[:middle], parts[middle:]) if half])
-    for output, lse in (merge(parts), merge(parts[::-1]), merge(shuffled), folded, in_two):
+    in_two = merge_states([merge_states(half) for half in (parts[:middle], parts[middle:]) if half])
+    for output, lse in (
+        merge_states(parts),
+        merge_states(parts[::-1]),
+        merge_states(shuffled),
+        folded,
+        in_two,
+    ):
         magnitude = exact.weights @ abs(value)
         assert_matches(
             output,
@@ -339,11 +345,11 @@ def test_23_shards_merge_in_any_order_empty_ones_too(cuts, level, small_tiles):
 
 def test_23_empty_shards_merge_to_empty_rows():
     empty = (np.zeros((2, 3)), np.full(2, -np.inf))
-    output, lse = merge([empty, empty, empty])
+    output, lse = merge_states([empty, empty, empty])
     assert not output.any() and (lse == -np.inf).all()
     part = (np.ones((2, 3)), np.array([5.0, -1e4]))
     for parts in ([part], [empty, part], [part, empty, empty]):
-        output, lse = merge(parts)
+        output, lse = merge_states(parts)
         assert np.array_equal(output, part[0]) and np.array_equal(lse, part[1])
 
 
@@ -353,12 +359,12 @@ def test_23_merging_keeps_float32_and_does_not_drift_along_a_ring(dtype):
     parts = shards(query, key, value.astype(np.float32), range(2, 512, 2))
     folded = parts[0]
     for part in parts[1:]:
-        folded = merge([folded, part])
+        folded = merge_states([folded, part])
     exact = reference.attention(query, key, value)
-    for output, lse in (folded, merge(parts)):
+    for output, lse in (folded, merge_states(parts)):
         assert output.dtype == lse.dtype == np.float32
         assert abs(output - exact.output).max() < 2e-6 and abs(lse - exact.lse).max() < 4e-6
-    narrow = merge([(output.astype(dtype), lse) for output, lse in parts])
+    narrow = merge_states([(output.astype(dtype), lse) for output, lse in parts])
     assert narrow[0].dtype == narrow[1].dtype == np.float32
 
 

@@ -179,19 +179,25 @@ def _check_range(positions: IntArray, size: int, axis: int, operation: str) -> I
 
 
 def resolve_reduction(
-    shape: tuple[int, ...], operation: str, axis: Any, dim: Any, numpy_keywords: Mapping[str, Any]
-) -> int | None:
-    """Resolve the arguments of a reduction to −1 (over the keys), −2 (over the queries) or None (over all axes).
+    shape: tuple[int, ...], operation: str, axis: Any, dim: Any, keywords: Mapping[str, Any]
+) -> tuple[int | None, bool]:
+    """Resolve the axis of a reduction to −1 (over the keys), −2 (over the queries) or None (over all axes).
 
-    `dim` is a synonym of `axis`. The keywords that NumPy's functions pass (out, dtype, keepdims) are accepted with
-    their default values.
+    `dim` is a synonym of `axis`. The keywords out and dtype, which NumPy's functions pass, are accepted with their
+    default values.
+
+    Returns:
+        The axis, and whether it is kept with size 1.
     """
-    for name, value in numpy_keywords.items():
-        if name not in ("out", "dtype", "keepdims"):
+    keep = any(keywords.get(name) not in (None, False) for name in ("keepdim", "keepdims"))
+    for name, value in keywords.items():
+        if name in ("keepdim", "keepdims"):
+            continue
+        if name not in ("out", "dtype"):
             raise ArgumentTypeError(
                 operation,
                 received=f"the keyword {name}",
-                expected="axis or dim",
+                expected="axis or dim, and keepdim",
                 hint=f"Write A.{operation}(axis=-1), A.{operation}(axis=-2) or A.{operation}().",
             )
         if value is not None and value is not False:
@@ -208,7 +214,7 @@ def resolve_reduction(
             expected="one of the two",
             hint="dim is an alias of axis; pass only one.",
         )
-    return _resolve_axis(shape, operation, dim if axis is None else axis)
+    return _resolve_axis(shape, operation, dim if axis is None else axis), keep
 
 
 def _resolve_axis(shape: tuple[int, ...], operation: str, axis: Any) -> int | None:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from regard.core.matrix import AttentionMatrix
 from regard.engines import find_engine
@@ -18,14 +21,84 @@ from regard.frame import Frame, check_matrix_shape, take_block
 from regard.masks import Mask
 from regard.problem import Problem, Spec, leading_shape, resolve_scale
 from regard.score_mods import ScoreMod
-from regard.types import Array, IntArray, Namespace
+from regard.types import Array, ArrayT, IntArray, Namespace
 
 if TYPE_CHECKING:
     from regard.feature_maps import FeatureMap
 
 __all__ = ["attention", "linear_attention"]
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
+# Arguments that people know from other attention functions, and what to write instead.
+_OTHER_ARGUMENTS = {
+    "value": "Multiply: regard.attention(query, key) @ value.",
+    "is_causal": "Write mask=regard.causal().",
+    "causal": "Write mask=regard.causal().",
+    "attn_mask": "Write mask=regard.masks.dense(attn_mask) for booleans, True = attend, or "
+    "score_mod=regard.score_mods.bias(attn_mask) for numbers to add.",
+    "attention_mask": "Write mask=regard.padding(attention_mask.sum(-1)) for a mask of the tokenizer, or "
+    "score_mod=regard.score_mods.bias(attention_mask) for numbers to add.",
+    "key_padding_mask": "Write mask=regard.padding(lengths), or "
+    'regard.masks.dense(key_padding_mask[:, None, None], true_means="ignore").',
+    "block_mask": "Write mask=regard.mask(mask_mod).",
+    "mask_mod": "Write mask=regard.mask(mask_mod).",
+    "bias": "Write score_mod=regard.score_mods.bias(bias).",
+    "window_size": "Write mask=regard.sliding_window(size).",
+    "alibi_slopes": "Write score_mod=regard.alibi(slopes).",
+    "softcap": "Write score_mod=regard.softcap(cap).",
+    "softmax_scale": "Write scale=softmax_scale.",
+    "scaling": "Write scale=scaling.",
+    "dropout_p": "Leave it out: the matrix has no dropout. regard.nn.MultiheadAttention has it.",
+}
+
+
+def _hint_at_arguments(function: FunctionT) -> FunctionT:
+    """Make a function name the argument to pass if it gets one that another attention function has."""
+    accepted = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        unknown = ["value"] if len(args) > 2 else [name for name in kwargs if name not in accepted]
+        if unknown:
+            raise ArgumentTypeError(
+                function.__name__,
+                received=f"the argument {unknown[0]}",
+                expected=", ".join(accepted),
+                hint=_OTHER_ARGUMENTS.get(unknown[0], "Only query and key are positional."),
+            )
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+@overload
+def attention(
+    query: Sequence[Any],
+    key: Sequence[Any],
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+    scale: float | None = None,
+    sink: Array | float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionMatrix[npt.NDArray[np.float64]]: ...
+
+
+@overload
+def attention(
+    query: ArrayT,
+    key: ArrayT,
+    *,
+    mask: Mask | None = None,
+    score_mod: ScoreMod | Sequence[ScoreMod] | None = None,
+    scale: float | None = None,
+    sink: Array | float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionMatrix[ArrayT]: ...
+
+
+@_hint_at_arguments
 def attention(
     query: Array,
     key: Array,
@@ -35,7 +108,7 @@ def attention(
     scale: float | None = None,
     sink: Array | float | None = None,
     enable_gqa: bool = False,
-) -> AttentionMatrix:
+) -> AttentionMatrix[Any]:
     """Return the attention matrix softmax(query keyᵀ · scale + …) as a lazy matrix.
 
     Order of operations: scale → score modifications in the order given → mask → sink → softmax. NumPy arrays, torch
@@ -90,14 +163,15 @@ def build_spec(
     return Spec(engine, query, key, mask, score_mods, scale, sink, axes, groups)
 
 
+@_hint_at_arguments
 def linear_attention(
-    query: Array,
-    key: Array,
+    query: ArrayT,
+    key: ArrayT,
     *,
     feature_map: str | FeatureMap = "elu",
     mask: Mask | None = None,
     enable_gqa: bool = False,
-) -> AttentionMatrix:
+) -> AttentionMatrix[ArrayT]:
     """Return the matrix of linear attention: weights φ(query) · φ(key), each row divided by its sum.
 
     The matrix has the same methods as the one `attention` returns. A score is log(φ(query) · φ(key)), so the lse is the
@@ -209,8 +283,14 @@ def _check_type(argument: Any, expected_type: type, operation: str, expected: st
         is_ours = callable(argument) and str(getattr(argument, "__module__", "")).startswith("regard")
         if is_ours:
             hint = f"Call it: {argument.__name__}()."
+        elif callable(argument) and expected_type is Mask:
+            hint = "Wrap a function of b, h, q_idx and kv_idx: mask=regard.mask(function)."
         elif callable(argument):
             hint = f"Functions are not accepted; subclass regard.{expected_type.__name__}, or pass {hint}."
+        elif isinstance(argument, str) and expected_type is Mask:
+            hint = (
+                "Masks are values: mask=regard.causal(), regard.sliding_window(512), regard.padding(lengths)."
+            )
         else:
             hint = f"Wrap it: {hint}."
         received = describe_argument(argument)

@@ -6,12 +6,13 @@ The public methods check and resolve their arguments once; everything below them
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -37,20 +38,36 @@ from regard.core.planner import (
 from regard.core.products import (
     DenseWeights,
     LogSumExp,
+    MinWeight,
     Product,
     SelectedScores,
     SelectedWeights,
 )
 from regard.engines import find_engine
-from regard.errors import ArgumentError, format_named_shape
+from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
 from regard.frame import as_index
 from regard.masks import Mask
-from regard.measures import Coarse, Distance, Entropy, Mass, MaxWeight, Measure, Output, Sum, TopK, TopKResult
-from regard.problem import LARGE_SCORE, Problem, Spec, detach, detach_arrays
+from regard.masks.kinds import IntParameter, WindowMask
+from regard.measures import (
+    Coarse,
+    Distance,
+    Entropy,
+    Mass,
+    MaxWeight,
+    Measure,
+    Output,
+    Received,
+    Sum,
+    TopK,
+    TopKResult,
+)
+from regard.problem import LARGE_SCORE, Problem, Spec, convert_arrays, detach
 from regard.render import text
-from regard.types import Align, Array, IntArray
+from regard.types import Align, Array, ArrayT, IntArray
 
 if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+
     from regard.core.explanation import Explanation
     from regard.pages.html import Page
     from regard.render.notebook import WeightSample
@@ -76,12 +93,15 @@ class PartSource(NamedTuple):
     rows: IntArray
 
 
-class AttentionMatrix:
+class AttentionMatrix(Generic[ArrayT]):
     """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
     `regard.attention` and `regard.linear_attention` return it. Nothing of size q_len × kv_len is stored, except by
     `to_dense()`. Weights and lse have dtype float32 or wider, `A.dtype`. Measures add up in float64 and return it, or
     float32 on a device without float64. `A @ value` has the dtype of the value.
+
+    It is not an array. What an array has and a lazy matrix cannot have raises an error that names the call to make. The
+    type parameter is the type of its arrays: `AttentionMatrix[torch.Tensor]`.
 
     `copy.deepcopy`, `pickle` and `torch.save` keep the numbers of a matrix but not the graph of their gradients;
     `torch.load(file, weights_only=False)` reads it, and `map_location` moves it to another device.
@@ -168,6 +188,16 @@ class AttentionMatrix:
         return self.problem.dtype
 
     @property
+    def device(self) -> Any:
+        """The device of the arrays."""
+        return self._spec.key.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the weights depend on a tensor that requires a gradient."""
+        return self._spec.engine.requires_grad(self.problem)
+
+    @property
     def nbytes(self) -> int:
         """Number of bytes that `to_dense()` would store."""
         return math.prod(self.shape) * int(self.dtype.itemsize)
@@ -194,7 +224,7 @@ class AttentionMatrix:
 
     # Copies
 
-    def copy(self) -> AttentionMatrix:
+    def copy(self) -> AttentionMatrix[ArrayT]:
         """Return a matrix with copies of query, key and all other arrays, which later changes in place do not reach.
 
         Gradients do not flow to the original arrays.
@@ -208,6 +238,50 @@ class AttentionMatrix:
         """
         return copy.deepcopy(self)
 
+    def detach(self) -> AttentionMatrix[ArrayT]:
+        """Return a matrix without the graph of its gradients; it shares its arrays with this one."""
+        stats = self._get_stats()
+        return self._convert(detach, None if stats is None else SoftmaxStats(*map(detach, stats)))
+
+    def to(self, *args: Any, **kwargs: Any) -> AttentionMatrix[ArrayT]:
+        """Move the matrix to a device, or convert it to a dtype; gradients flow to the original tensors.
+
+        Args:
+            *args: Arguments of `torch.Tensor.to`, such as `"cuda"` or `torch.float64`. A dtype is applied to tensors of
+                real numbers only.
+            **kwargs: Keywords of `torch.Tensor.to`.
+
+        Raises:
+            ArgumentTypeError: If the matrix was made from arrays other than tensors.
+        """
+        if not hasattr(self._spec.key, "is_floating_point"):
+            raise ArgumentTypeError(
+                "A.to",
+                received="a matrix of NumPy arrays",
+                expected="a matrix of torch tensors",
+                hint="Convert the inputs: regard.attention(torch.as_tensor(query), torch.as_tensor(key)).",
+            )
+
+        def convert(array: Any) -> Any:
+            moved = array.to(*args, **kwargs) if hasattr(array, "is_floating_point") else array
+            is_whole = moved is not array and not array.is_floating_point()
+            return moved.to(array.dtype) if is_whole else moved
+
+        return self._convert(convert)
+
+    def cpu(self) -> AttentionMatrix[ArrayT]:
+        """Move the matrix to the CPU; a matrix of NumPy arrays is there already."""
+        return self.to("cpu") if hasattr(self._spec.key, "is_floating_point") else self
+
+    def _convert(self, convert: Any, stats: SoftmaxStats | None = None) -> AttentionMatrix[ArrayT]:
+        """Return a matrix whose arrays were converted by a function."""
+        spec = convert_arrays(self._spec, convert)
+        engine = find_engine("attention", key=spec.key)
+        problem = None
+        if self._spec.query is None:  # a part of a matrix
+            problem = replace(convert_arrays(self.problem, convert), engine=engine)
+        return AttentionMatrix(replace(spec, engine=engine), problem, stats)
+
     def __copy__(self) -> AttentionMatrix:
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
@@ -215,10 +289,10 @@ class AttentionMatrix:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what deep copies and files keep: detached arrays and statistics, and nothing that is derived."""
-        problem = None if self._spec.query is not None else detach_arrays(self.problem)
+        problem = None if self._spec.query is not None else convert_arrays(self.problem, detach)
         self._forget_if_changed()
         state = {name: value for name, value in vars(self).items() if name != "_fast_product"}
-        state |= {"_spec": detach_arrays(self._spec), "_fused_lse": detach(self._fused_lse)}
+        state |= {"_spec": convert_arrays(self._spec, detach), "_fused_lse": detach(self._fused_lse)}
         if self._stats is not None:
             state["_stats"] = SoftmaxStats(*map(detach, self._stats))
         return state | {"_cached_problem": problem, "_source": None, "_tracked": None, "_changes": None}
@@ -253,7 +327,7 @@ class AttentionMatrix:
         return self._entries(resolved, "A[index]", weights=True)
 
     @property
-    def scores(self) -> ScoresView:
+    def scores(self) -> ScoresView[ArrayT]:
         """The scores before the softmax, indexed like the matrix; masked scores are −inf.
 
         >>> import regard
@@ -263,7 +337,7 @@ class AttentionMatrix:
         return ScoresView(self)
 
     @property
-    def lazy(self) -> LazyIndexer:
+    def lazy(self) -> LazyIndexer[ArrayT]:
         """An indexer for heads and rows that stays lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
 
         >>> import numpy as np, regard
@@ -272,7 +346,7 @@ class AttentionMatrix:
         """
         return LazyIndexer(self)
 
-    def to_dense(self) -> Array:
+    def to_dense(self) -> ArrayT:
         """Compute and store the whole matrix: (…, heads, q_len, kv_len), `nbytes` of memory."""
         (weights,), _ = run_block_loop(self.problem, [DenseWeights()])
         return self._restore_leading_axes(weights)
@@ -327,7 +401,7 @@ class AttentionMatrix:
 
     # Products
 
-    def __matmul__(self, value: Array) -> Array:
+    def __matmul__(self, value: Array) -> ArrayT:
         """Multiply the matrix by a value.
 
         Args:
@@ -347,13 +421,47 @@ class AttentionMatrix:
                 return self._store_fused(*fused)
         return self._product(value, "A @ value", transposed=False)
 
-    def __rmatmul__(self, x: Array) -> Array:
+    def __rmatmul__(self, x: Array) -> ArrayT:
         """Multiply (…, heads, width, q_len) or (q_len,) by the matrix; see `mT`."""
         x = self.problem.engine.as_float(x, "x @ A", "x")
         return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
     @property
-    def mT(self) -> TransposedMatrix:  # noqa: N802 - NumPy's name for it
+    def T(self) -> TransposedMatrix[ArrayT]:  # noqa: N802 - NumPy's name for it
+        """The lazy transpose of a matrix of one head, the same as `A.mT`.
+
+        Raises:
+            ArgumentError: If the matrix has more axes, all of which `T` would reverse in NumPy.
+        """
+        if self.ndim != 2:
+            raise ArgumentError(
+                "A.T",
+                received=f"a matrix of {self.ndim} axes",
+                expected="(q_len, kv_len)",
+                hint="A.mT transposes the last two axes; A[0, 3].T is the transpose of one head.",
+            )
+        return self.mT
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute `torch.matmul`; for another function of torch, raise an error with the call to make."""
+        name = getattr(function, "__name__", str(function))
+        if name.strip("_") in ("matmul", "rmatmul", "mm", "bmm", "mv") and len(args) == 2 and not kwargs:
+            left, right = args
+            return left @ right if isinstance(left, cls) else right.__rmatmul__(left)
+        raise ArgumentTypeError(
+            f"torch.{name}",
+            received="an attention matrix",
+            expected="a tensor",
+            hint=f"The matrix is lazy: use A.{name}(…)."
+            if hasattr(cls, name)
+            else "Use A @ value for a product, or pass A.to_dense(), which stores all weights.",
+        )
+
+    @property
+    def mT(self) -> TransposedMatrix[ArrayT]:  # noqa: N802 - NumPy's name for it
         """The transpose, for `A.mT @ x`.
 
         >>> import regard
@@ -365,7 +473,7 @@ class AttentionMatrix:
     # Measures
 
     @property
-    def lse(self) -> Array:
+    def lse(self) -> ArrayT:
         """The natural-log logsumexp of each row's scores, including the sink's: (…, heads, q_len).
 
         It is −inf for a row with no key to attend to. Any weight is exp(score − lse).
@@ -428,7 +536,7 @@ class AttentionMatrix:
             lines.append(make_plan(problem, rest, stats is not None).describe(problem, stats))
         return "\n".join(lines)
 
-    def entropy(self, *, include_sink: bool = False) -> Array:
+    def entropy(self, *, include_sink: bool = False) -> ArrayT:
         """Compute the entropy of each row in nats: (…, heads, q_len).
 
         Args:
@@ -437,7 +545,7 @@ class AttentionMatrix:
         """
         return self.measure(Entropy(include_sink=include_sink)).entropy
 
-    def distance(self, align: Align | None = None) -> Array:
+    def distance(self, align: Align | None = None) -> ArrayT:
         """Compute the mean distance of each row to its keys, Σ w · |q_idx − kv_idx| / Σ w: (…, heads, q_len).
 
         Args:
@@ -448,17 +556,39 @@ class AttentionMatrix:
         """
         return self.measure(Distance(align)).distance
 
-    def mass(self, mask: Mask) -> Array:
+    def mass(self, mask: Mask) -> ArrayT:
         """Compute the share of each row's weight on the keys that a mask allows: (…, heads, q_len).
 
         Args:
-            mask: The keys to count, such as `regard.first(4)`.
+            mask: The keys to count, such as `regard.masks.first(4)`.
 
         Raises:
             ArgumentTypeError: If `mask` is not a mask.
             ArgumentError: If the mask does not fit the matrix.
         """
         return self.measure(Mass(mask)).mass
+
+    def received(self) -> ArrayT:
+        """Sum the weight that each key receives from all queries, the same as `A.sum(-2)`: (…, heads, kv_len)."""
+        return self.measure(Received()).received  # type: ignore[no-any-return]
+
+    def diagonal(self, offset: int = 0) -> ArrayT:
+        """Compute the weights of each query on the key at its own index: (…, heads, entries).
+
+        The diagonal is that of the last two axes.
+
+        Args:
+            offset: Distance of the key from the query: −1 for the previous token.
+
+        >>> import regard
+        >>> from regard.learn import cat
+        >>> regard.attention(cat.Q, cat.K).diagonal(-1).round(4)
+        array([0.3125, 0.2505, 0.1915, 0.1539])
+        """
+        q_len, kv_len = self.shape[-2:]
+        rows = slice(min(max(0, -offset), q_len), max(0, min(q_len, kv_len - offset)))
+        band = WindowMask(IntParameter(-offset), IntParameter(offset), "upper_left")
+        return self._spec.engine.cast(self.mass(band), self.dtype)[..., rows]  # type: ignore[no-any-return]
 
     def topk(self, k: int) -> TopKResult:
         """Find the k largest weights of each row and their keys, largest first; ties go to the lowest index.
@@ -475,7 +605,7 @@ class AttentionMatrix:
         top: TopKResult = self.measure(top=TopK(k)).top
         return top
 
-    def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "mean") -> Array:
+    def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "mean") -> ArrayT:
         """Reduce the matrix to a grid of cells: (…, heads, cells, cells).
 
         Args:
@@ -487,13 +617,13 @@ class AttentionMatrix:
         """
         return self.measure(Coarse(cells, reduce)).coarse
 
-    def sum(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def sum(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
         """Sum the weights.
 
         Args:
             axis: −1 sums over the keys, −2 over the queries (the weight that each key receives), None over everything.
             dim: Synonym of `axis`.
-            **numpy_keywords: The defaults of out, dtype and keepdims, so that `np.sum(A)` works.
+            **keywords: `keepdim` (or `keepdims`) keeps the axis with size 1; out and dtype have defaults only.
 
         Returns:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
@@ -501,17 +631,18 @@ class AttentionMatrix:
         Raises:
             ArgumentError: If the axis is none of these, or both `axis` and `dim` are given.
         """
-        if (resolved := resolve_reduction(self.shape, "sum", axis, dim, numpy_keywords)) is None:
-            return self.measure(Sum(-1)).sum.sum()
-        return self.measure(Sum(resolved)).sum
+        resolved, keep = resolve_reduction(self.shape, "sum", axis, dim, keywords)
+        if resolved is None:
+            return self._keep_axes(self.measure(Sum(-1)).sum.sum(), None, keep)
+        return self._keep_axes(self.measure(Sum(resolved)).sum, resolved, keep)
 
-    def mean(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def mean(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
         """Average the weights.
 
         Args:
             axis: −1 averages over the keys, −2 over the queries, None over everything.
             dim: Synonym of `axis`.
-            **numpy_keywords: The defaults of out, dtype and keepdims, so that `np.mean(A)` works.
+            **keywords: As in `sum`.
 
         Returns:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
@@ -519,18 +650,18 @@ class AttentionMatrix:
         Raises:
             ArgumentError: If the axis is none of these, or both `axis` and `dim` are given.
         """
-        resolved = resolve_reduction(self.shape, "mean", axis, dim, numpy_keywords)
+        resolved, keep = resolve_reduction(self.shape, "mean", axis, dim, keywords)
         count = math.prod(self.shape) if resolved is None else self.shape[resolved]
         with np.errstate(all="ignore"):  # the mean of no entries is NaN, without a warning
-            return self.sum(resolved) / np.float64(count)
+            return self._keep_axes(self.sum(resolved) / np.float64(count), resolved, keep)  # type: ignore[operator]
 
-    def max(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def max(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
         """Find the largest weights.
 
         Args:
             axis: −1 searches each row, −2 each column, None the whole matrix.
             dim: Synonym of `axis`.
-            **numpy_keywords: The defaults of out and keepdims, so that `np.max(A)` works.
+            **keywords: As in `sum`.
 
         Returns:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
@@ -539,17 +670,44 @@ class AttentionMatrix:
             ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
         """
         check_not_empty(self.shape, "max")
-        if (resolved := resolve_reduction(self.shape, "max", axis, dim, numpy_keywords)) is None:
-            return self.measure(top=MaxWeight(-1)).top.values.max()
-        return self.measure(top=MaxWeight(resolved)).top.values
+        resolved, keep = resolve_reduction(self.shape, "max", axis, dim, keywords)
+        if resolved is None:
+            return self._keep_axes(self.measure(top=MaxWeight(-1)).top.values.max(), None, keep)
+        return self._keep_axes(self.measure(top=MaxWeight(resolved)).top.values, resolved, keep)
 
-    def argmax(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def min(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
+        """Find the smallest weights; a masked key has the weight 0.
+
+        Args:
+            axis: −1 searches each row, −2 each column, None the whole matrix.
+            dim: Synonym of `axis`.
+            **keywords: As in `sum`.
+
+        Returns:
+            (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
+
+        Raises:
+            ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+        """
+        check_not_empty(self.shape, "min")
+        resolved, keep = resolve_reduction(self.shape, "min", axis, dim, keywords)
+        smallest = self.measure(smallest=MinWeight(axis=-1 if resolved is None else resolved)).smallest
+        return self._keep_axes(smallest.min() if resolved is None else smallest, resolved, keep)
+
+    def _keep_axes(self, result: Any, axis: int | None, keep: bool) -> ArrayT:
+        """Give the result of a reduction the axes that it reduced, with size 1, if they are kept."""
+        if not keep:
+            return result  # type: ignore[no-any-return]
+        ones = tuple(1 if axis in (None, n - self.ndim) else size for n, size in enumerate(self.shape))
+        return result.reshape(ones)  # type: ignore[no-any-return]
+
+    def argmax(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
         """Find the indices of the largest weights; ties go to the lowest index.
 
         Args:
             axis: −1 searches each row, −2 each column, None the whole matrix.
             dim: Synonym of `axis`.
-            **numpy_keywords: The defaults of out and keepdims, so that `np.argmax(A)` works.
+            **keywords: As in `sum`.
 
         Returns:
             Keys (…, heads, q_len) for −1, queries (…, heads, kv_len) for −2, an index into the flattened matrix for
@@ -559,13 +717,76 @@ class AttentionMatrix:
             ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
         """
         check_not_empty(self.shape, "argmax")
-        if (resolved := resolve_reduction(self.shape, "argmax", axis, dim, numpy_keywords)) is None:
+        resolved, keep = resolve_reduction(self.shape, "argmax", axis, dim, keywords)
+        if resolved is None:
             values, indices = self.measure(top=MaxWeight(-1)).top
             row = int(values.argmax())
-            return row * self.shape[-1] + indices.ravel()[row]
-        return self.measure(top=MaxWeight(resolved)).top.indices
+            return self._keep_axes(row * self.shape[-1] + indices.ravel()[row], None, keep)
+        return self._keep_axes(self.measure(top=MaxWeight(resolved)).top.indices, resolved, keep)
+
+    # Other libraries
+
+    def numpy(self) -> Any:
+        """Compute the weights as a NumPy array of at most 256 MiB, the same as `np.asarray(A)`."""
+        return np.asarray(self)
+
+    def as_linear_operator(self) -> LinearOperator:
+        """Return the matrix of one head as a linear operator of SciPy, for its solvers of large matrices.
+
+        Products with it and its transpose never store the matrix.
+
+        Returns:
+            (q_len, kv_len), of dtype `A.dtype`.
+
+        Raises:
+            ArgumentError: If the matrix has several heads.
+            ImportError: If SciPy is not installed.
+
+        >>> import numpy as np, regard
+        >>> from scipy.sparse.linalg import svds
+        >>> query, key = np.random.default_rng(0).normal(size=(2, 500, 64))
+        >>> A = regard.attention(query, key)
+        >>> singular_values = svds(A.as_linear_operator(), k=3, return_singular_vectors=False, rng=0)
+        >>> np.allclose(np.sort(singular_values)[::-1], np.linalg.svd(A.to_dense())[1][:3])
+        True
+        """
+        check_one_head(self.shape, "as_linear_operator", "A[{}].as_linear_operator()")
+        try:
+            from scipy.sparse.linalg import LinearOperator
+        except ImportError as error:
+            raise ImportError("as_linear_operator: scipy is not installed. pip install scipy") from error
+        matrix = self[(0,) * (self.ndim - 2)] if self.ndim > 2 else self
+        engine = self._spec.engine
+        dtype = engine.to_numpy(engine.xp.zeros(0, dtype=self.dtype)).dtype
+
+        def multiply(factor: Any) -> Any:
+            def product(array: Any) -> Any:
+                operand = engine.xp.asarray(np.ascontiguousarray(array, dtype))
+                with engine.no_grad():
+                    return engine.to_numpy(factor @ operand)
+
+            return product
+
+        forward, backward = multiply(matrix), multiply(matrix.mT)
+        return LinearOperator(
+            matrix.shape, forward, rmatvec=backward, matmat=forward, rmatmat=backward, dtype=dtype
+        )
 
     # Explanation and display
+
+    def plot(self, tokens: Sequence[str] | None = None, **options: Any) -> Any:
+        """Draw the weights of one head with Matplotlib; see `regard.plot.heatmap`.
+
+        Args:
+            tokens: Labels of the keys, kv_len strings, and of the queries if they are the same sequence.
+            **options: Other arguments of `regard.plot.heatmap`, such as `ax=`.
+
+        Returns:
+            The Axes.
+        """
+        check_one_head(self.shape, "plot", "A[{}].plot(tokens)")
+        heatmap = importlib.import_module("regard.plot").heatmap  # above this package
+        return heatmap(self, tokens, **options)
 
     def explain(
         self, q_idx: int, value: Array | None = None, tokens: Sequence[str] | None = None
@@ -640,6 +861,32 @@ class AttentionMatrix:
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
         return build_head_map(self.problem, tokens, query_tokens, title)
 
+    def __bool__(self) -> bool:
+        self._refuse(
+            "bool(A)", "an attention matrix", "Compare a number, as in A.max() > 0.5, or ask `A is not None`."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        self._refuse("A == other", describe_argument(other), "A.to_dense() == other compares every weight.")
+
+    def __ne__(self, other: object) -> bool:
+        if self is other:
+            return False
+        self._refuse("A != other", describe_argument(other), "A.to_dense() != other compares every weight.")
+
+    __hash__ = object.__hash__
+
+    def __contains__(self, item: object) -> bool:
+        self._refuse("item in A", describe_argument(item), "item in A.to_dense() searches every weight.")
+
+    def _refuse(self, operation: str, received: str, hint: str) -> NoReturn:
+        """Raise an error for an operation that would need every weight, or could be meant in two ways."""
+        raise ArgumentTypeError(
+            operation, received=received, expected="an operation of a lazy matrix", hint=hint
+        )
+
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED
         if not small:
@@ -710,6 +957,10 @@ class AttentionMatrix:
 
     def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         """Compute the weights or scores at an index."""
+        return self._compute_block(resolved, operation, weights=weights)[resolved.local]
+
+    def _compute_block(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
+        """Compute the weights or scores at the positions of an index, an axis for each axis of the matrix."""
         positions = resolved.positions
         block_shape = tuple(len(chosen) for chosen in positions)
         check_result_size(
@@ -744,7 +995,7 @@ class AttentionMatrix:
             (block,), _ = run_block_loop(problem, [SelectedScores(columns)])
         else:
             block = compute_entries(problem, columns, None)
-        return block.reshape(block_shape)[resolved.local]
+        return block.reshape(block_shape)
 
     def _entries_from_stats(self, part: AttentionMatrix, columns: IntArray) -> Array:
         """Compute weights at some columns from the statistics of their rows; weights next to 1, from their whole rows.
@@ -869,10 +1120,10 @@ class AttentionMatrix:
 # Views that compute nothing by themselves
 
 
-class ScoresView:
+class ScoresView(Generic[ArrayT]):
     """The scores of a matrix, indexed like the matrix."""
 
-    def __init__(self, matrix: AttentionMatrix) -> None:
+    def __init__(self, matrix: AttentionMatrix[ArrayT]) -> None:
         self._matrix = matrix
 
     @property
@@ -880,7 +1131,7 @@ class ScoresView:
         """The shape, (…, heads, q_len, kv_len)."""
         return self._matrix.shape
 
-    def __getitem__(self, index: Any) -> Array:
+    def __getitem__(self, index: Any) -> ArrayT:
         """Compute the scores at an index; see `AttentionMatrix.__getitem__`."""
         resolved = resolve_index(index, self.shape, "A.scores[index]")
         return self._matrix._entries(resolved, "A.scores[index]", weights=False)
@@ -889,16 +1140,16 @@ class ScoresView:
         return f"<scores of {repr(self._matrix).splitlines()[0]}>"
 
 
-class LazyIndexer:
+class LazyIndexer(Generic[ArrayT]):
     """An indexer that returns some heads and rows of a matrix as a lazy matrix.
 
     Integers drop a leading axis. Rows always remain an axis, even a single one.
     """
 
-    def __init__(self, matrix: AttentionMatrix) -> None:
+    def __init__(self, matrix: AttentionMatrix[ArrayT]) -> None:
         self._matrix = matrix
 
-    def __getitem__(self, index: Any) -> AttentionMatrix:
+    def __getitem__(self, index: Any) -> AttentionMatrix[ArrayT]:
         """Return the lazy matrix of some heads and rows."""
         shape = self._matrix.shape
         resolved = resolve_index(index, shape, "A.lazy[index]")
@@ -913,10 +1164,10 @@ class LazyIndexer:
         return self._matrix._view(resolved)
 
 
-class TransposedMatrix:
+class TransposedMatrix(Generic[ArrayT]):
     """The transpose of a matrix; its products sum over the queries."""
 
-    def __init__(self, matrix: AttentionMatrix) -> None:
+    def __init__(self, matrix: AttentionMatrix[ArrayT]) -> None:
         self.mT = matrix
 
     @property
@@ -925,11 +1176,20 @@ class TransposedMatrix:
         *leading, q_len, kv_len = self.mT.shape
         return (*leading, kv_len, q_len)
 
-    def __matmul__(self, x: Array) -> Array:
+    def __matmul__(self, x: Array) -> ArrayT:
         """Multiply by x of shape (…, heads, q_len, width) or (q_len,): (…, heads, kv_len, width) or (…, kv_len)."""
         return self.mT._product(x, "A.mT @ x", transposed=True)
 
-    def to_dense(self) -> Array:
+    def __getitem__(self, index: Any) -> Any:
+        """Return weights, equal to `A.mT.to_dense()[index]`; see `AttentionMatrix.__getitem__`."""
+        resolved = resolve_index(index, self.shape, "A.mT[index]")
+        if resolved.keeps_tokens:
+            return self.mT[index].mT
+        *leading, keys, queries = resolved.positions
+        swapped = resolved._replace(positions=[*leading, queries, keys])
+        return self.mT._compute_block(swapped, "A.mT[index]", weights=True).swapaxes(-1, -2)[resolved.local]
+
+    def to_dense(self) -> ArrayT:
         """Compute and store the whole transpose: (…, heads, kv_len, q_len)."""
         return self.mT.to_dense().swapaxes(-1, -2)
 

@@ -75,6 +75,34 @@ class SelectedScores(SelectedWeights):
 
 
 @dataclass(frozen=True)
+class MinWeight(BoundMeasure):
+    """The smallest weight of each row (axis −1) or column (−2): (…, q_len) or (…, kv_len)."""
+
+    axis: int
+    reads_scores: ClassVar[bool] = False
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
+        kept = (shape[0], shape[2 if self.axis == -2 else 1])
+        # The weights counted tell whether a block was skipped, whose weights are zeros.
+        return xp.full(kept, xp.inf, dtype=self.problem.dtype), xp.zeros(kept, dtype=xp.int64)
+
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
+        smallest, counted = state
+        own = as_slice(kv_idx if self.axis == -2 else q_idx)
+        smallest[:, own] = xp.minimum(smallest[:, own], xp.min(weights, axis=self.axis))
+        counted[:, own] += weights.shape[self.axis]
+        return state
+
+    def merge(self, a: Any, b: Any) -> Any:
+        return self.problem.engine.xp.minimum(a[0], b[0]), a[1] + b[1]
+
+    def finish(self, state: Any) -> Array:
+        smallest, counted = state
+        xp, length = self.problem.engine.xp, self.problem.shape[self.axis]
+        return xp.where(counted < length, xp.minimum(smallest, xp.zeros_like(smallest)), smallest)
+
+
+@dataclass(frozen=True)
 class LogSumExp(BoundMeasure):
     """The lse of each row of a matrix without a sink, for gradients: score − ln weight at any live key, (…, q_len).
 
@@ -196,7 +224,7 @@ def _multiply_non_finite(weights: Array, scores: Array, part: Array, xp: Namespa
     return xp.where(is_nan, xp.nan, product)
 
 
-def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def merge_states(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Merge outputs and lse over shards of the keys into those over all keys.
 
     Args:
@@ -213,17 +241,17 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     >>> import numpy as np, regard
     >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])
     >>> shards = [(A @ value[j : j + 1], A.lse) for j in (0, 1) for A in [regard.attention(query, key[j : j + 1])]]
-    >>> np.allclose(regard.merge(shards)[0], regard.attention(query, key) @ value)
+    >>> np.allclose(regard.merge_states(shards)[0], regard.attention(query, key) @ value)
     True
     """
     if isinstance(parts, list | tuple) and all(isinstance(part, tuple) and len(part) == 2 for part in parts):
-        engine = find_engine("merge", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
+        engine = find_engine("merge_states", **{f"lse of part {i}": lse for i, (_, lse) in enumerate(parts)})
         shapes = [tuple(np.shape(array)) for part in parts for array in part]
     else:
         shapes = []
     if len(set(shapes[::2])) != 1 or set(shapes[1::2]) != {shapes[0][:-1]}:
         raise ArgumentError(
-            "merge",
+            "merge_states",
             received=f"parts of shapes {shapes}" if shapes else describe_argument(parts),
             expected="a list of (output, lse), at least one, of shapes (…, q_len, value_dim) and (…, q_len)",
             hint="Pass (A @ value, A.lse) for each shard of the keys, with the same queries.",

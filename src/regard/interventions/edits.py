@@ -179,7 +179,7 @@ def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: H
     restrict(layers='*.layers.0.*', heads=2, mask=sliding_window(64))
     """
     expected = "a mask such as regard.sliding_window(64)"
-    hint = "Wrap a boolean array, True = attend, as regard.dense(array)."
+    hint = "Wrap a boolean array, True = attend, as regard.masks.dense(array)."
     _check_type(mask, Mask, "restrict", "mask", expected, hint)
     return RestrictEdit(layers=layers, heads=heads, batch=batch, mask=mask)
 
@@ -204,7 +204,7 @@ def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, 
     rescore(layers=0, score_mod=softcap(5.0))
     """
     expected = "a score modification such as regard.softcap(5.0)"
-    hint = "Wrap an array of numbers to add as regard.bias(array)."
+    hint = "Wrap an array of numbers to add as regard.score_mods.bias(array)."
     _check_type(score_mod, ScoreMod, "rescore", "score_mod", expected, hint)
     return RescoreEdit(layers=layers, heads=heads, batch=batch, score_mod=score_mod)
 

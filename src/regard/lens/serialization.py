@@ -216,7 +216,8 @@ class RecordingWriter:
                 "align": mod.align,
             }
         raise _cannot_write(
-            f"the score modification {mod!r}", "regard.bias(array) has the same effect, and can be written."
+            f"the score modification {mod!r}",
+            "regard.score_mods.bias(array) has the same effect, and can be written.",
         )
 
     def encode_result(self, result: Any, name: str) -> Any:

@@ -229,6 +229,15 @@ class Watch(Watcher):
         self._warns_if_empty = recording is not None  # other classes of watches make their own recording
         self._ran_elsewhere = False  # whether the model ran in a context that the block does not concern
 
+    def __getattr__(self, name: str) -> Any:
+        hint = (
+            f"Run the model in the block, then ask the recording: with regard.watch(model) as recording: "
+            f"model(**inputs). recording.{name} is there afterwards."
+            if hasattr(Recording, name)
+            else "It has no other attributes than those of a context manager."
+        )
+        raise AttributeError(f"watch: {name!r} is no attribute of a watch. {hint}")
+
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
         self._enter()

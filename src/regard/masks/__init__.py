@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from regard._public import set_public_module
 from regard.masks.base import BlockKinds, Mask
-from regard.masks.kinds import between, causal, dense, document, first, padding, prefix, sliding_window
+from regard.masks.kinds import between, causal, dense, document, first, mask, padding, prefix, sliding_window
 
 __all__ = [
     "BlockKinds",
@@ -46,6 +46,7 @@ __all__ = [
     "dense",
     "document",
     "first",
+    "mask",
     "padding",
     "prefix",
     "sliding_window",

@@ -56,7 +56,8 @@ class Mask:
     A subclass defines `allows`, and `classify_blocks` if it can tell empty and full blocks without building them;
     `regard.masks` has an example.
 
-    >>> from regard import causal, first, sliding_window
+    >>> from regard import causal, sliding_window
+    >>> from regard.masks import first
     >>> mask = causal() & (sliding_window(2) | first(1))
     >>> mask
     causal() & (sliding_window(2) | first(1))
@@ -252,7 +253,7 @@ def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, sign
             f"mask {sign} other",
             received=describe_argument(right),
             expected="another mask",
-            hint="Wrap a boolean array, True = attend, as regard.dense(array).",
+            hint="Wrap a boolean array, True = attend, as regard.masks.dense(array).",
         )
     parts: list[Mask] = []
     for mask in (left, right):

@@ -1,7 +1,10 @@
-"""The masks that a user can name: along the diagonal, of keys, of documents, of arrays, and of single edges."""
+"""The masks that a user can name: along the diagonal, of keys, documents, arrays, functions, and single edges."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,6 +18,8 @@ from regard.types import Align, Array, IntArray, Namespace
 from regard.validation import as_array, check_align
 
 Positions = int | slice | Array | None
+# (b, h, q_idx, kv_idx) → booleans, as in FlexAttention.
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 # With more runs of positions than this, blocks are not split at their edges: each split is a kernel call.
 MAX_RUNS = 16
@@ -283,7 +288,8 @@ def first(n: int | Array) -> Mask:
     Raises:
         ArgumentError: If `n` is not a whole number.
 
-    >>> from regard import first, sliding_window
+    >>> from regard import sliding_window
+    >>> from regard.masks import first
     >>> (sliding_window(2) | first(1)).to_dense(4, 4).astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0],
@@ -308,7 +314,7 @@ def prefix(length: int | Array, align: Align | None = None) -> Mask:
     Raises:
         ArgumentError: If `length` is not a whole number, or `align` is unknown.
 
-    >>> from regard import prefix
+    >>> from regard.masks import prefix
     >>> prefix(2).to_dense(4, 4).astype(int)
     array([[1, 1, 0, 0],
            [1, 1, 0, 0],
@@ -392,7 +398,7 @@ def document(ids: Array, query_ids: Array | None = None) -> Mask:
     Raises:
         ArgumentError: If the ids are not whole numbers, or a single one.
 
-    >>> from regard import document
+    >>> from regard.masks import document
     >>> document([0, 0, 1]).to_dense(3, 3).astype(int)
     array([[1, 1, 0],
            [1, 1, 0],
@@ -482,7 +488,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
         ArgumentTypeError: If the array does not hold booleans.
         ArgumentError: If `true_means` is neither "attend" nor "ignore".
 
-    >>> from regard import dense
+    >>> from regard.masks import dense
     >>> dense([[True, False], [True, True]]).to_dense(2, 2).astype(int)
     array([[1, 0],
            [1, 1]])
@@ -560,6 +566,92 @@ class DenseMask(Mask):
         return f"dense({self.array.tolist()})"
 
 
+# A function of the indices
+
+
+def mask(function: MaskFunction) -> Mask:
+    """Return a mask from a function of the indices, as in FlexAttention: True = attend.
+
+    The function is called with whole blocks of indices, so it must work elementwise: write `&`, `|` and `~` rather than
+    `and`, `or` and `not`. Nothing is known about its blocks, so all of them are evaluated. State what you know with a
+    named mask: `causal() & mask(function)` skips every block after the diagonal.
+
+    Args:
+        function: Called as `function(b, h, q_idx, kv_idx)`, with integer arrays that broadcast: the index in the batch
+            and of the head, (pairs, 1, 1), the query (1, rows, 1) and the key (1, 1, columns). With torch tensors as
+            query and key the indices are tensors on the same device. Returns booleans that broadcast to
+            (pairs, rows, columns).
+
+    Returns:
+        The mask. Two masks are equal if they have the same function.
+
+    Raises:
+        ArgumentTypeError: If `function` cannot be called with four arguments, or does not return booleans.
+
+    >>> from regard import mask
+    >>> mask(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 2 == 0).to_dense(3, 4).astype(int)
+    array([[1, 0, 1, 0],
+           [0, 1, 0, 1],
+           [1, 0, 1, 0]])
+    """
+    try:
+        inspect.signature(function).bind(0, 0, 0, 0)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            "mask",
+            received=describe_argument(function),
+            expected="a function of four arguments, b, h, q_idx and kv_idx",
+            hint="For example regard.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx). "
+            "For an array of booleans use regard.masks.dense(array).",
+        ) from None
+    return FunctionMask(function)
+
+
+@dataclass(frozen=True)
+class FunctionMask(Mask):
+    """Mask from a function of the indices."""
+
+    function: MaskFunction
+
+    def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
+        batch, head = np.divmod(frame.selected, frame.leading_shape[-1] if frame.leading_shape else 1)
+        indices = (batch[:, None, None], head[:, None, None], q_idx[None, :, None], kv_idx[None, None, :])
+        try:
+            allowed = self.function(*(xp.asarray(index) for index in indices))
+        except (ValueError, RuntimeError) as error:
+            if "truth value" not in str(error) and "Boolean value" not in str(error):
+                raise
+            raise ArgumentTypeError(
+                "mask",
+                received=f"{self!r}, which asks an array for one truth value",
+                expected="a function that works on arrays of indices",
+                hint="Replace `and`, `or`, `not` and `if` by `&`, `|`, `~` and `where`.",
+            ) from error
+        kind = str(getattr(allowed, "dtype", type(allowed).__name__))
+        if not kind.removeprefix("torch.").startswith("bool"):
+            raise ArgumentTypeError(
+                "mask",
+                received=f"{self!r}, which returns {kind}",
+                expected="booleans, True = attend",
+                hint="Compare the indices, as in q_idx >= kv_idx. Numbers to add to the scores are a score_mod.",
+            )
+        allowed = as_array(allowed, "mask", "result") if xp is np else xp.asarray(allowed)
+        pairs, rows, columns = len(frame.selected), len(q_idx), len(kv_idx)
+        own = allowed.shape[0] if allowed.ndim > 2 else 1  # one entry for all pairs if b and h are not used
+        if own in (1, pairs):
+            with suppress(ValueError, RuntimeError):
+                return xp.broadcast_to(allowed, (own, rows, columns))
+        raise ArgumentError(
+            "mask",
+            received=f"{self!r}, which returns an array of shape {tuple(allowed.shape)}",
+            expected=f"a shape that broadcasts to {(pairs, rows, columns)}",
+            hint="Compute with q_idx and kv_idx as they are; they broadcast against each other.",
+        )
+
+    def __repr__(self) -> str:
+        return f"mask({getattr(self.function, '__qualname__', self.function)})"
+
+
 # Chosen edges
 
 
@@ -579,7 +671,8 @@ def between(queries: Positions = None, keys: Positions = None) -> Mask:
     Raises:
         ArgumentTypeError: If positions are not integers.
 
-    >>> from regard import between, causal
+    >>> from regard import causal
+    >>> from regard.masks import between
     >>> (causal() & ~between(queries=2, keys=[0, 1])).to_dense(4, 4).astype(int)
     array([[1, 0, 0, 0],
            [1, 1, 0, 0],

@@ -279,7 +279,8 @@ def find_intervals(
         xp: Array API namespace to evaluate the mask with.
         to_numpy: Conversion of its arrays to NumPy.
 
-    >>> from regard import causal, first, sliding_window
+    >>> from regard import causal, sliding_window
+    >>> from regard.masks import first
     >>> mask = causal() & (sliding_window(2) | first(1))
     >>> intervals = find_intervals(mask, Frame((), 4, 4), np.arange(4), "page")
     >>> intervals.offsets.tolist(), intervals.edges.tolist()

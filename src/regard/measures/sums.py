@@ -209,7 +209,7 @@ class Mass(BoundMeasure):
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((3, 2)), np.zeros((3, 2)), mask=regard.causal())
-    >>> A.measure(regard.Mass(regard.first(1))).mass
+    >>> A.measure(regard.Mass(regard.masks.first(1))).mass
     array([1.        , 0.5       , 0.33333333])
     """
 
@@ -221,7 +221,7 @@ class Mass(BoundMeasure):
             raise ArgumentTypeError(
                 "mass",
                 received=describe_argument(self.mask),
-                expected="a mask such as regard.first(1)",
+                expected="a mask such as regard.masks.first(1)",
                 hint="Wrap booleans, True = attend: dense(array).",
             )
 

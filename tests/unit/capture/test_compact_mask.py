@@ -11,11 +11,12 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
-from regard import causal, document, first, padding, prefix, relative_bias, sliding_window  # noqa: E402
+from regard import causal, padding, relative_bias, sliding_window  # noqa: E402
 from regard.capture import compact_mask  # noqa: E402
 from regard.capture.compact_mask import recognise_mask  # noqa: E402
 from regard.engines.torch import TorchNamespace  # noqa: E402
 from regard.lens.recording import count_mask_bytes  # noqa: E402
+from regard.masks import document, first, prefix  # noqa: E402
 
 
 @pytest.fixture(params=[1 << 22, 20], ids=["whole", "in chunks"], autouse=True)

@@ -93,13 +93,13 @@ MASKS = {
     "window": regard.sliding_window(3),
     "padding": regard.causal() & regard.padding([7, 4, 1]),
     "left padding": regard.causal() & regard.padding([7, 4, 1], side="left"),
-    "documents": regard.document([0, 0, 1, 1, 1, 2, 2]),
-    "sink and window": regard.causal() & (regard.sliding_window(2) | regard.first(1)),
+    "documents": regard.masks.document([0, 0, 1, 1, 1, 2, 2]),
+    "sink and window": regard.causal() & (regard.sliding_window(2) | regard.masks.first(1)),
     "windows of the heads": regard.sliding_window(np.array([1, 4])),
-    "array": regard.dense(np.random.default_rng(0).random((3, 1, LENGTH, LENGTH)) < 0.5),
-    "array of the heads": regard.dense(np.random.default_rng(0).random((HEADS, LENGTH, LENGTH)) < 0.5),
-    "keys": regard.dense(np.arange(LENGTH)[None] % 3 > 0),
-    "nothing": ~regard.first(LENGTH),
+    "array": regard.masks.dense(np.random.default_rng(0).random((3, 1, LENGTH, LENGTH)) < 0.5),
+    "array of the heads": regard.masks.dense(np.random.default_rng(0).random((HEADS, LENGTH, LENGTH)) < 0.5),
+    "keys": regard.masks.dense(np.arange(LENGTH)[None] % 3 > 0),
+    "nothing": ~regard.masks.first(LENGTH),
     "by head": EveryOtherHead(),
 }
 
@@ -151,7 +151,10 @@ def test_a_matrix_without_heads(x, mask):
 
 def test_masks_take_no_memory_of_the_size_of_the_matrix():
     length = 8192
-    for mask in (regard.sliding_window(64), regard.causal() & (regard.sliding_window(64) | regard.first(4))):
+    for mask in (
+        regard.sliding_window(64),
+        regard.causal() & (regard.sliding_window(64) | regard.masks.first(4)),
+    ):
         layer, x = Layer(mask=mask).eval(), torch.randn(1, length, 8)
         tracemalloc.start()
         recording, _ = watched(layer, x)
@@ -218,7 +221,7 @@ def test_the_matrix_is_edited_and_the_output_cannot_be(x):
         edited = layer(x)
     flags = np.ones((HEADS, LENGTH, LENGTH), bool)
     flags[1, 5, [0, 2]] = False
-    weights = compute_weights(layer, x, regard.causal() & regard.dense(flags))
+    weights = compute_weights(layer, x, regard.causal() & regard.masks.dense(flags))
     expected = weights @ layer.split(layer.v(x)).detach().double()
     torch.testing.assert_close(edited.double(), expected, atol=1e-6, rtol=1e-5)
     assert run.applied[0]["path"] == "matrix replaced"

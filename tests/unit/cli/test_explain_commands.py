@@ -43,7 +43,7 @@ def test_explain_reads_a_file(run, tmp_path):
     np.savez(
         tmp_path / "mine.npz", query=query, key=key, value=value, mask=mask, tokens=list("abcde"), scale=0.3
     )
-    expected = regard.attention(query[1, 2], key[1, 2], mask=regard.dense(mask), scale=0.3)
+    expected = regard.attention(query[1, 2], key[1, 2], mask=regard.masks.dense(mask), scale=0.3)
     out, _ = run("explain", tmp_path / "mine.npz", "--head", "1,2", "-q", "d")
     assert out == f"{expected.explain(3, value[1, 2], 'abcde')}\n"
     given = {"query": query[0, 0].tolist(), "key": key[0, 0].tolist(), "mask": "causal", "scale": 0.3}

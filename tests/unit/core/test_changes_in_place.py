@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import regard
-from regard import Entropy, Received, causal, first, sliding_window
+from regard import Entropy, Received, causal, sliding_window
+from regard.masks import first
 
 torch = pytest.importorskip("torch")
 
@@ -46,14 +47,18 @@ def dense_mask() -> Any:
     allowed = x > 0
 
     def build() -> regard.AttentionMatrix:
-        return regard.attention(query, query, mask=first(1) | ~(~regard.dense(allowed) | sliding_window(2)))
+        return regard.attention(
+            query, query, mask=first(1) | ~(~regard.masks.dense(allowed) | sliding_window(2))
+        )
 
     return allowed, build
 
 
 def bias() -> Any:
     x, query = draw(HEADS, N, N), draw(2, HEADS, N, 8)
-    return x, lambda: regard.attention(query, query, score_mod=[regard.softcap(20.0), regard.bias(x)])
+    return x, lambda: regard.attention(
+        query, query, score_mod=[regard.softcap(20.0), regard.score_mods.bias(x)]
+    )
 
 
 def slopes() -> Any:
@@ -158,7 +163,7 @@ def test_an_optimizer_step_between_two_uses() -> None:
 def test_tensors_of_inference_mode_have_no_version() -> None:
     with torch.inference_mode():
         x = draw(1, 2, N, 8).double()
-        A = regard.attention(x, x, mask=causal() & (regard.dense(draw(N, N) > -1) | first(1)))
+        A = regard.attention(x, x, mask=causal() & (regard.masks.dense(draw(N, N) > -1) | first(1)))
         torch.testing.assert_close(A.entropy(), A.entropy(), rtol=0, atol=1e-5)
         assert (A @ x).isfinite().all() and A[0].lse.isfinite().all()
     torch.testing.assert_close(A.sum(-1), torch.ones(1, 2, N).double(), rtol=0, atol=1e-6)
@@ -172,7 +177,7 @@ def test_a_copy_keeps_the_values(copied: Any, library: str) -> None:
     x, allowed = draw(2, N, 8).numpy(), (draw(N, N) > -1).numpy()
     if library == "torch":
         x, allowed = torch.tensor(x), torch.tensor(allowed)
-    A = regard.attention(x, x, mask=causal() & (regard.dense(allowed) | first(1)))
+    A = regard.attention(x, x, mask=causal() & (regard.masks.dense(allowed) | first(1)))
     exact = np.asarray(A.to_dense())
     copies = [copied(A), copied(A[1]), copied(A.lazy[..., 5:9, :])]
     assert A.entropy() is not None

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import regard
-from regard import alibi, attention, bias, causal, dense, document, linear_attention, relative_bias, softcap
+from regard import alibi, attention, causal, linear_attention, relative_bias, softcap
 from regard.core.attention import attention_from_weights
 from regard.engines import ArrayEngine, register
 from regard.engines.registry import _REGISTERED
+from regard.masks import dense, document
+from regard.score_mods import bias
 
 torch = pytest.importorskip("torch")
 

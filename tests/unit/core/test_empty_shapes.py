@@ -20,15 +20,11 @@ from regard import (
     Position,
     Received,
     Spread,
-    between,
     causal,
-    dense,
-    document,
-    first,
     padding,
-    prefix,
     sliding_window,
 )
+from regard.masks import between, dense, document, first, prefix
 from regard.measures import Contribution, Sum
 
 LR = "lower_right"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import regard
-from regard import causal, first, padding, reference, softcap
+from regard import causal, padding, reference, softcap
 from regard.learn import cat
+from regard.masks import first
 
 N = len(cat.tokens)
 close = np.testing.assert_allclose
@@ -174,7 +175,7 @@ def test_the_printed_numbers_are_the_fields(name: str, row: int) -> None:
 def test_bars_are_forty_times_the_weight_rounded_down(weight: float) -> None:
     # A second key takes the rest, so that the first has this weight.
     with np.errstate(divide="ignore"):
-        bias = regard.bias(np.log([[weight, 1 - weight]]))
+        bias = regard.score_mods.bias(np.log([[weight, 1 - weight]]))
     steps = regard.attention([[0.0]], [[0.0], [0.0]], score_mod=bias).explain(0)
     close(steps.weights, [weight, 1 - weight])
     bars = [line.count("█") for line in sections(steps)["3"][1:3]]

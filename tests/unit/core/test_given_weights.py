@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from regard import Distance, Entropy, Mass, Received, TopK, causal, first
+from regard import Distance, Entropy, Mass, Received, TopK, causal
 from regard.core.attention import attention_from_weights
+from regard.masks import first
 from regard.tiling import use_tile_sizes
 
 Q_LEN, KV_LEN = 5, 7

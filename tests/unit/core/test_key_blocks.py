@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import regard
-from regard import alibi, causal, first, sliding_window
+from regard import alibi, causal, sliding_window
 from regard.core.block_loop import SoftmaxStats, accumulate_states, compute_stats, init_online_softmax
 from regard.engines import native
+from regard.masks import first
 from regard.measures import Distance, Entropy, Mass, Position, Received, TopK
 from regard.tiling import use_tile_sizes
 
@@ -49,7 +50,7 @@ def test_fused_products_of_blocks_merge_to_the_product(mask, score_mod, arrays) 
             block.product(flat[:, block.kv_range.start : block.kv_range.stop], problem.key_index)[:2]
             for block in split_keys(problem)
         ]
-    output, lse = regard.merge(parts)
+    output, lse = regard.merge_states(parts)
     torch.testing.assert_close(output.reshape(2, 4, 31, 5), A @ value)
     torch.testing.assert_close(lse.reshape(2, 4, 31), A.lse)
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import regard
-from regard import alibi, attention, bias, dense, document, first, relative_bias, sliding_window
+from regard import alibi, attention, relative_bias, sliding_window
+from regard.masks import dense, document, first
 from regard.measures import Contribution
+from regard.score_mods import bias
 
 torch = pytest.importorskip("torch")
 

@@ -326,7 +326,7 @@ def test_shards_of_the_keys_merge():
     shards = [linear_attention(query, key[:, part]) for part in (np.s_[:11], np.s_[11:])]
     parts = [(A @ value[:, part], A.lse) for A, part in zip(shards, (np.s_[:11], np.s_[11:]), strict=True)]
     whole = linear_attention(query, key)
-    output, lse = regard.merge(parts)
+    output, lse = regard.merge_states(parts)
     assert np.allclose(output, whole @ value, rtol=1e-13) and np.allclose(lse, whole.lse, rtol=1e-13)
 
 

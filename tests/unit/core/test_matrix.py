@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import regard
-from regard import causal, first, padding, reference
+from regard import causal, padding, reference
 from regard.engines.native import use_instruction_set
 from regard.engines.numpy import NumpyEngine
+from regard.masks import first
 from regard.testing.cases import numpy_dtype
 from regard.tiling import use_tile_sizes
 
@@ -351,9 +352,9 @@ def test_a_lazy_part_shares_the_query(tiles: None) -> None:
 
 ONE_KEY = {
     "causal": {"mask": causal()},
-    "own key": {"mask": regard.dense(np.eye(70, dtype=bool))},
+    "own key": {"mask": regard.masks.dense(np.eye(70, dtype=bool))},
     "one key": {"mask": first(1)},
-    "bias": {"score_mod": regard.bias(np.where(np.eye(70, dtype=bool), 0.25, -np.inf))},
+    "bias": {"score_mod": regard.score_mods.bias(np.where(np.eye(70, dtype=bool), 0.25, -np.inf))},
 }
 
 

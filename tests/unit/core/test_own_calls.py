@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import regard
-from regard import attention, between, causal, first, padding, sliding_window
+from regard import attention, causal, padding, sliding_window
 from regard.frame import Frame
+from regard.masks import between, first
 
 torch = pytest.importorskip("torch")
 

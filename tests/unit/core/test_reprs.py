@@ -176,7 +176,7 @@ def test_an_empty_matrix_is_described(shape):
 
 def test_nan_and_empty_rows():
     query = np.array([[1.0], [np.nan]])
-    A = regard.attention(query, [[1.0], [2.0]], mask=regard.dense([[False, False], [True, True]]))
+    A = regard.attention(query, [[1.0], [2.0]], mask=regard.masks.dense([[False, False], [True, True]]))
     assert [row[1:] for row in read(A).tables[0][1:]] == [["–", "–"], ["nan", "nan"]]
 
 

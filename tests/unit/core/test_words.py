@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import regard
-from regard import attention, between, bias, causal, dense, document, padding, prefix
+from regard import attention, causal, padding
 from regard.core.matrix_page import build_payload
 from regard.errors import RegardError
+from regard.masks import between, dense, document, prefix
 from regard.measures import Entropy
+from regard.score_mods import bias
 
 EYE = np.eye(3)
 A = attention(EYE, EYE)
@@ -78,7 +80,7 @@ ERRORS = {
     "between: received queries as str 'a'; expected an integer, a slice, or a list of integers. For example "
     "between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
     "mask & other: received int 3; expected another mask. Wrap a boolean array, True = attend, as "
-    "regard.dense(array).": lambda: causal() & 3,
+    "regard.masks.dense(array).": lambda: causal() & 3,
     "document: received [1, 2]; expected one id for each token. Pass a list of ids.": lambda: document(
         [1, 2], 3
     ),

@@ -19,8 +19,8 @@ MASKS = {
     "none": lambda length: None,
     "causal": lambda length: regard.causal(),
     "window": lambda length: regard.sliding_window(5),
-    "prefix": lambda length: regard.prefix(6),
-    "documents": lambda length: regard.causal() & regard.document(np.arange(length) // 10),
+    "prefix": lambda length: regard.masks.prefix(6),
+    "documents": lambda length: regard.causal() & regard.masks.document(np.arange(length) // 10),
 }
 
 

@@ -10,11 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ml_dtypes")
 F = torch.nn.functional
 
-from regard import attention, bias, causal, dense, sliding_window  # noqa: E402
+from regard import attention, causal, sliding_window  # noqa: E402
 from regard.engines import torch_cuda  # noqa: E402
 from regard.engines import torch_fused as fused  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
+from regard.masks import dense  # noqa: E402
 from regard.measures import Entropy, Received  # noqa: E402
+from regard.score_mods import bias  # noqa: E402
 from regard.testing.device_check import list_operators  # noqa: E402
 from tests.helpers import cuda_double, device_cases  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402

@@ -182,7 +182,7 @@ def test_what_comes_out_is_of_the_library():
         "spread": (A.measure(regard.Spread()).spread, B.measure(regard.Spread()).spread),
         "coarse": (A.coarsen(7, "max"), B.coarsen(7, "max")),
         "largest": (A.max(axis=-2), B.max(axis=-2)),
-        "merged": (regard.merge([(A @ value, A.lse)])[0], B @ value.get()),
+        "merged": (regard.merge_states([(A @ value, A.lse)])[0], B @ value.get()),
         "linear": (
             regard.linear_attention(query, key) @ value,
             regard.linear_attention(query.get(), key.get()) @ value.get(),

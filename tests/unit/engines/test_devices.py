@@ -91,7 +91,7 @@ def make_calls(move):
         "mass": lambda: A.mass(first(3)), "mass of a dense mask": lambda: A.mass(dense(allowed)),
         "measures": lambda: A.measure(Spread(), Position(), MaxScore(), MaxWeight(-2), Output(v), TopK(3)),
         "heads": lambda: A.lazy[0, :, 3:9].entropy(), "rows": lambda: A.lazy[..., [5, 2], :] @ v,
-        "merge": lambda: regard.merge([(attention(q, x) @ y, attention(q, x).lse) for x, y in halves]),
+        "merge": lambda: regard.merge_states([(attention(q, x) @ y, attention(q, x).lse) for x, y in halves]),
         "explain": lambda: str(A[0, 1].explain(5, v[0, 1])), "repr": lambda: repr(attention(q[0, 0, :4], k[0, 0, :4])),
         "html": lambda: A._repr_html_(), "page": lambda: A[0, 1].page(tokens).html,
         "page with a bias": lambda: attention(q[0, 0], k[0, 0], score_mod=bias(numbers[0])).page().html,

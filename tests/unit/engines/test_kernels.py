@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-from regard import attention, bias, causal, dense, padding, sliding_window  # noqa: E402
+from regard import attention, causal, padding, sliding_window  # noqa: E402
 from regard.engines import (  # noqa: E402
     find_engine,
     torch_precision,
@@ -25,6 +25,8 @@ from regard.engines import torch_lowering as lowering  # noqa: E402
 from regard.engines.torch import TorchNamespace  # noqa: E402
 from regard.engines.torch_lowering import LoweredBand  # noqa: E402
 from regard.frame import Frame  # noqa: E402
+from regard.masks import dense  # noqa: E402
+from regard.score_mods import bias  # noqa: E402
 from regard.tiling import tile_sizes  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 

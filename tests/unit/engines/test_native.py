@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import regard
-from regard import attention, causal, dense, document, first, padding, sliding_window
+from regard import attention, causal, padding, sliding_window
 from regard.accumulators import (
     CellReduction,
     ColumnSum,
@@ -28,6 +28,7 @@ from regard.engines.native import accumulate, measure_pass, use_instruction_set
 from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
 from regard.lens.weight_measures import DistanceBands
+from regard.masks import dense, document, first
 from tests.helpers.dense_accumulators import accumulate_dense
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the compiled library is not built")

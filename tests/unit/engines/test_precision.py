@@ -301,7 +301,10 @@ def test_29_entries_rows_and_dense_obey_one_error_rule(size, engine, multiplies_
     arguments, definition = {}, {}
     if isinstance(size, str):
         bias = (1e4 + rng.normal(size=(q_len, kv_len))).astype(np.float32)
-        arguments, definition = {"score_mod": regard.bias(to_engine(bias, engine))}, {"biases": [bias]}
+        arguments, definition = (
+            {"score_mod": regard.score_mods.bias(to_engine(bias, engine))},
+            {"biases": [bias]},
+        )
     else:
         query = (query * size / math.sqrt(dim)).astype(np.float32)
     exact = reference.attention(query, key, value, **definition).weights

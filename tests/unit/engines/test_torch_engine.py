@@ -461,7 +461,7 @@ def test_shards_merge_with_their_gradients(small, gradcheck):
 
     def merged(query, key, value):
         shards = [(attention(query, key[:, s]), value[:, s]) for s in (slice(0, 4), slice(4, 9))]
-        return regard.merge([(A @ v, A.lse) for A, v in shards])[0]
+        return regard.merge_states([(A @ v, A.lse) for A, v in shards])[0]
 
     torch.testing.assert_close(merged(query, key, value), attention(query, key) @ value)
     assert gradcheck(merged, (query, key, value))

@@ -16,10 +16,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
-from regard import alibi, attention, bias, causal, dense, first, padding, sliding_window, softcap  # noqa: E402
+from regard import alibi, attention, causal, padding, sliding_window, softcap  # noqa: E402
 from regard.engines import find_engine  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_lowering as lowering  # noqa: E402
+from regard.masks import dense, first  # noqa: E402
+from regard.score_mods import bias  # noqa: E402
 from regard.testing import Case, build_inputs, check_case, draw_cases  # noqa: E402
 from regard.tiling import tile_sizes, use_tile_sizes  # noqa: E402
 from tests.helpers import tensors  # noqa: E402

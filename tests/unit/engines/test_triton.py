@@ -144,8 +144,8 @@ def test_packed_segments_are_the_mask(kv_len, mask):
     masks = {
         "none": None,
         "causal": regard.causal("lower_right"),
-        "window": regard.sliding_window(9, align="lower_right") | regard.first(2),
-        "dense": regard.dense(np.random.default_rng(kv_len).random((2, 1, rows, kv_len)) < 0.8),
+        "window": regard.sliding_window(9, align="lower_right") | regard.masks.first(2),
+        "dense": regard.masks.dense(np.random.default_rng(kv_len).random((2, 1, rows, kv_len)) < 0.8),
     }
     frame = Frame((2, 3), rows, kv_len)
     distinct, pair_index = build_segments(masks[mask], frame, np.arange(rows), 32, BLOCK_KEYS)

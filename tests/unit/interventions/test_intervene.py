@@ -433,8 +433,12 @@ def test_layers_with_their_own_softmax(x):
         [knockout(0, heads=1, queries=[3, 6], keys=[0, 1, 2])],
         [restrict(1, heads=[0, 2], mask=regard.sliding_window(2))],
         [rescore(1, heads=2, score_mod=regard.alibi())],
-        [rescore(1, heads=2, score_mod=regard.bias(torch.linspace(-2, 2, 49).sin().reshape(7, 7)))],
-        [rescore(0, score_mod=regard.bias(np.linspace(-2, 2, 49).reshape(7, 7)))],
+        [
+            rescore(
+                1, heads=2, score_mod=regard.score_mods.bias(torch.linspace(-2, 2, 49).sin().reshape(7, 7))
+            )
+        ],
+        [rescore(0, score_mod=regard.score_mods.bias(np.linspace(-2, 2, 49).reshape(7, 7)))],
         [ablate(0, heads=1), ablate(1, heads=2, to="mean")],
     ):
         ours, theirs = run(own, x, *edits)[0], run(fused, x, *edits)[0]
@@ -537,7 +541,7 @@ def test_layers_of_regard(x):
     flags = np.ones((1, 4, 7, 7), bool)
     flags[:, 1, [3, 6], :2] = False
     with torch.no_grad():
-        expected = layer(x, mask=regard.causal() & regard.dense(flags))
+        expected = layer(x, mask=regard.causal() & regard.masks.dense(flags))
     torch.testing.assert_close(edited, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-6, rtol=1e-5)
     assert not matrix[:, 1, 6, :2].any()

@@ -77,8 +77,8 @@ def block_sparse(Q: Any, K: Any, V: Any) -> tuple[Any, Any]:
     place = np.arange(len(K))
     ids, everywhere = place // 2, place == 4
     first = len(K) - len(Q)
-    mask = regard.document(ids, ids[first:])
-    mask = mask | regard.dense(everywhere[None, :] | everywhere[first:, None])
+    mask = regard.masks.document(ids, ids[first:])
+    mask = mask | regard.masks.dense(everywhere[None, :] | everywhere[first:, None])
     return product(regard.attention(Q, K, mask=mask), V)
 
 

@@ -371,7 +371,7 @@ def test_mask_conventions(mask: str) -> None:
     for unnamed in (zero_drops, subtracted):
         with pytest.raises(TypeError, match="True = attend"):
             attention(cat.Q, cat.K, cat.V, unnamed)
-    for named in (regard.dense(keep), regard.dense(drop, true_means="ignore")):
+    for named in (regard.masks.dense(keep), regard.masks.dense(drop, true_means="ignore")):
         np.testing.assert_allclose(regard.attention(cat.Q, cat.K, mask=named).to_dense(), want, atol=1e-15)
 
 
@@ -395,7 +395,7 @@ def test_masked_value(value: str) -> None:
     filled = np.where(nothing, cat.Q @ cat.K.T / 2, -1e9)
     exactly(CheckedAttention(4).compute_weights(filled), np.full((5, 5), 0.2))
     exactly(CheckedAttention(4)(cat.Q, cat.K, cat.V, nothing)[1], np.zeros((5, 5)))
-    exactly(regard.attention(cat.Q, cat.K, mask=regard.dense(nothing)).to_dense(), np.zeros((5, 5)))
+    exactly(regard.attention(cat.Q, cat.K, mask=regard.masks.dense(nothing)).to_dense(), np.zeros((5, 5)))
 
 
 # Errata: the printed value is wrong, and the correction is right

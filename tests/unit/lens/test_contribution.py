@@ -65,8 +65,8 @@ def test_the_bias_of_the_scores_gives_the_same_order():
     layer = next(iter(recording))
     (call,), norms = recording.calls(layer), recording.value_norms(layer)
     biased = regard.attention(
-        call.query, call.key, mask=call.mask, scale=call.scale, score_mod=regard.bias(norms.log()[..., None, :]),
-        enable_gqa=True,
+        call.query, call.key, mask=call.mask, scale=call.scale, enable_gqa=True,
+        score_mod=regard.score_mods.bias(norms.log()[..., None, :]),
     )  # fmt: skip
     top = recording[layer].measure(Contribution(4, norms)).contribution
     factor = (recording[layer].lse - biased.lse).exp()[..., None]

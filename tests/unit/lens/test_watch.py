@@ -510,7 +510,7 @@ OVERWRITTEN = {
     "expanded": (torch.randn(1, 4, 6, 6).expand(2, 4, 6, 6), by_sdpa, torch.add),
     "mask of regard": (
         MASK,
-        lambda q, k, v, array: regard.attention(q, k, mask=causal() & regard.dense(array)) @ v,
+        lambda q, k, v, array: regard.attention(q, k, mask=causal() & regard.masks.dense(array)) @ v,
         lambda scores, array: scores.masked_fill(~array.tril(), -torch.inf),
     ),
     "sink": (torch.randn(4), lambda q, k, v, array: regard.attention(q, k, sink=array) @ v, add_sink),
@@ -548,7 +548,7 @@ def test_an_array_that_is_overwritten_later_raises_or_was_copied(name, was_writt
 def test_a_numpy_mask_that_is_overwritten_later():
     array, (query, key, value) = MASK.numpy().copy(), torch.randn(3, 2, 4, 6, 8).unbind()
     expected = (query @ key.mT / 8**0.5).masked_fill(~MASK, -torch.inf).softmax(-1).nan_to_num(0.0)
-    layer = Attend(lambda q, k, v: regard.attention(q, k, mask=~~regard.dense(array)) @ v)
+    layer = Attend(lambda q, k, v: regard.attention(q, k, mask=~~regard.masks.dense(array)) @ v)
     with regard.watch(nn.Sequential(layer)) as recording:
         layer(query, key, value)
     array[:] = True

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import regard
-from regard import between, causal
+from regard import causal
 from regard.frame import Frame
+from regard.masks import between
 
 LENGTH = 13
 
@@ -36,7 +37,7 @@ def test_edges_and_blocks(queries, keys):
 def test_products_without_edges_equal_the_dense_mask():
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 40, 8))
     mask = causal() & ~between(slice(20, None), [0, 5, 6]) & ~between([7, 9], slice(2, 4))
-    other = regard.dense(mask.to_dense(40, 40))
+    other = regard.masks.dense(mask.to_dense(40, 40))
     A, B = regard.attention(q, k, mask=mask), regard.attention(q, k, mask=other)
     np.testing.assert_allclose(A.to_dense(), B.to_dense(), atol=1e-12)
     np.testing.assert_allclose(A @ v, B @ v, atol=1e-12)

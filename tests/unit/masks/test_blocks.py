@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from regard import between, causal, dense, first, padding, sliding_window
+from regard import causal, padding, sliding_window
 from regard.frame import Frame
+from regard.masks import between, dense, first
 from regard.tiling import use_tile_sizes
 
 LOWER = "lower_right"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from regard import TooLargeError, dense, first, padding
+from regard import TooLargeError, padding
 from regard.frame import Frame
+from regard.masks import dense, first
 from regard.masks.segments import find_intervals
 from regard.tiling import use_tile_sizes
 from tests.helpers.interval_masks import KEYS, MASKS, ROWS, drawn

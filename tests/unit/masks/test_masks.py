@@ -10,20 +10,10 @@ import numpy as np
 import pytest
 
 import regard
-from regard import (
-    Mask,
-    between,
-    causal,
-    dense,
-    document,
-    first,
-    padding,
-    prefix,
-    reference,
-    sliding_window,
-)
+from regard import Mask, causal, padding, reference, sliding_window
 from regard.engines.native import use_instruction_set
 from regard.frame import Frame
+from regard.masks import between, dense, document, first, prefix
 from regard.tiling import use_tile_sizes
 
 UL, LR = "upper_left", "lower_right"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from regard import causal, dense, document, first, padding, sliding_window
+from regard import causal, padding, sliding_window
 from regard.frame import Frame
-from regard.masks import Mask
+from regard.masks import Mask, dense, document, first
 from regard.masks.segments import FULL, build_segments, iterate_segments
 
 RNG = np.random.default_rng(3)

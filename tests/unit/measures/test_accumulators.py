@@ -23,11 +23,11 @@ from regard import (
     TopK,
     attention,
     causal,
-    first,
     padding,
 )
 from regard.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
 from regard.core.block_loop import run_block_loop
+from regard.masks import first
 from regard.measures import Sum
 from regard.measures.base import find_accumulator
 from tests.helpers.dense_accumulators import accumulate_dense
@@ -121,7 +121,7 @@ def test_other_measures_have_no_description(measure: Any) -> None:
 
 
 def test_a_share_of_keys_that_differ_between_heads_has_no_description() -> None:
-    for mask in (padding([5, 11]), regard.dense(np.arange(17)[None] % 2 == 0)):
+    for mask in (padding([5, 11]), regard.masks.dense(np.arange(17)[None] % 2 == 0)):
         assert find_accumulator(Mass(mask), matrix().problem) is None
 
 

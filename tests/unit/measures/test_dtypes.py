@@ -24,9 +24,9 @@ from regard import (
     TopK,
     attention,
     causal,
-    first,
 )
 from regard.engines.native import use_instruction_set
+from regard.masks import first
 from regard.measures import Contribution, Sum
 
 N, HEADS, WIDTH = 11, 2, 5
@@ -52,7 +52,7 @@ BEFORE: dict[str, Callable[[Any, Any], Any]] = {
 }
 MATRICES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bias": {"score_mod": regard.bias(RNG.normal(size=(N, N)))},
+    "bias": {"score_mod": regard.score_mods.bias(RNG.normal(size=(N, N)))},
     "sink": {"sink": 0.5},
     "no key": {"mask": first(0)},
 }

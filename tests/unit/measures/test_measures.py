@@ -11,20 +11,9 @@ import numpy as np
 import pytest
 
 import regard
-from regard import (
-    Coarse,
-    Distance,
-    Entropy,
-    Mass,
-    Measure,
-    Position,
-    Received,
-    Spread,
-    TopK,
-    causal,
-    first,
-)
+from regard import Coarse, Distance, Entropy, Mass, Measure, Position, Received, Spread, TopK, causal
 from regard.engines import native
+from regard.masks import first
 from regard.measures import MaxWeight, Sum, TopKResult
 from regard.measures.base import get_result_name
 from regard.tiling import use_tile_sizes
@@ -138,7 +127,7 @@ def test_a_nan_in_a_late_tile_is_found() -> None:
     query, key = np.ones((4, 2)), np.ones((17, 2))
     query[3] = np.nan
     allowed = np.repeat([[True], [False]], [3, 1], axis=0) == (np.arange(17) < 12)
-    top = regard.attention(query, key, mask=regard.dense(allowed)).topk(2)
+    top = regard.attention(query, key, mask=regard.masks.dense(allowed)).topk(2)
     equal(top.indices, [[0, 1]] * 3 + [[12, 13]])
     equal(np.isnan(top.values), np.arange(4)[:, None] == [[3, 3]])
 
@@ -214,7 +203,7 @@ ENGINES_OF_SINKS = ["numpy", "torch", "torch, gradients", *COMPILED]
 def test_means_over_the_keys_do_not_depend_on_a_sink(mask: str, share: float, engine: str) -> None:
     rng, length = np.random.default_rng(8), 13
     query, key = rng.normal(size=(2, 3, length, 6)), rng.normal(size=(2, 3, length, 6))
-    documents = regard.document(np.arange(length) // 5)
+    documents = regard.masks.document(np.arange(length) // 5)
     masks = {"none": None, "causal": causal() & ~first(1), "documents": documents}
     sink = np.array([share, -1.0, 2.0])
     if engine.startswith("torch"):

@@ -28,7 +28,7 @@ CASES = {
     "padding": ({"mask": regard.padding(20)}, lambda s: s.masked_fill(~KEEP, -math.inf)),
     "softcap": ({"score_mod": regard.softcap(3.0)}, lambda s: 3 * torch.tanh(s / 3)),
     "bias": (
-        {"score_mod": regard.bias((-SLOPES[:, None, None] * DISTANCE.abs()).float())},
+        {"score_mod": regard.score_mods.bias((-SLOPES[:, None, None] * DISTANCE.abs()).float())},
         lambda s: s - SLOPES[:, None, None] * DISTANCE.abs(),
     ),
     "sink": (

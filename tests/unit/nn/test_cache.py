@@ -12,22 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
-from regard import (
-    Mask,
-    ScoreMod,
-    alibi,
-    bias,
-    causal,
-    dense,
-    document,
-    first,
-    padding,
-    prefix,
-    relative_bias,
-    sliding_window,
-    softcap,
-)
+from regard import Mask, ScoreMod, alibi, causal, padding, relative_bias, sliding_window, softcap
+from regard.masks import dense, document, first, prefix
 from regard.nn import KVCache, MultiheadAttention
+from regard.score_mods import bias
 from regard.testing import assert_matches
 
 TOKENS = 23

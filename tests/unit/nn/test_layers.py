@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from regard import alibi, causal, first, padding, relative_bias, rope, sliding_window, softcap
+from regard import alibi, causal, padding, relative_bias, rope, sliding_window, softcap
 from regard.engines import torch_kernels as kernels
+from regard.masks import first
 from regard.nn import KVCache, MultiheadAttention, Rope
 from regard.testing import assert_matches
 

@@ -88,7 +88,7 @@ def test_a_bias_of_minus_infinity_is_hatched_too_and_nan_is_not():
     bias[0, 1:] = -np.inf
     query = np.eye(3)
     query[2] = np.nan
-    ax = plot.heatmap(regard.attention(query, np.eye(3), score_mod=regard.bias(bias)))
+    ax = plot.heatmap(regard.attention(query, np.eye(3), score_mod=regard.score_mods.bias(bias)))
     equal(np.argwhere(ax.images[0].get_array().mask), [[0, 1], [0, 2], [2, 0], [2, 1], [2, 2]])
     equal(np.argwhere(~np.ma.getmaskarray(ax.images[1].get_array())), [[2, 0], [2, 1], [2, 2]])
     assert ax.get_xlabel() == "key; hatched: masked; orange: NaN"
@@ -96,7 +96,7 @@ def test_a_bias_of_minus_infinity_is_hatched_too_and_nan_is_not():
 
 
 def test_a_fully_masked_matrix_is_drawn():
-    ax = plot.heatmap(regard.attention(np.eye(3), np.eye(3), mask=regard.dense(np.zeros((3, 3), bool))))
+    ax = plot.heatmap(regard.attention(np.eye(3), np.eye(3), mask=regard.masks.dense(np.zeros((3, 3), bool))))
     assert ax.images[0].get_array().mask.all()
     draw(ax)
 

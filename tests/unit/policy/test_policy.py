@@ -26,7 +26,7 @@ def test_bytes_are_those_of_the_keys_that_the_masks_allow(policy, length):
     for window, sinks in zip(policy.windows.ravel(), policy.sinks.ravel(), strict=True):
         mask = regard.causal()
         if window != FULL:
-            mask = mask & (regard.first(int(sinks)) | regard.sliding_window(int(window)))
+            mask = mask & (regard.masks.first(int(sinks)) | regard.sliding_window(int(window)))
         keys += int(mask.to_dense(length, length)[-1].sum()) if length else 0
     assert policy.keys(length).sum() == keys
     assert policy.num_bytes(length) == keys * (16 + 8) * 2

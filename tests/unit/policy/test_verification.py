@@ -99,7 +99,9 @@ def test_effects_add_up_to_the_divergence(verifier):
 
 
 def keep_window(window, sinks):
-    return regard.sliding_window(window) | regard.first(sinks) if sinks else regard.sliding_window(window)
+    return (
+        regard.sliding_window(window) | regard.masks.first(sinks) if sinks else regard.sliding_window(window)
+    )
 
 
 def test_lost_weight_equals_that_of_the_dense_matrix(verifier):
@@ -133,7 +135,7 @@ def test_the_masked_run_is_that_of_a_model_with_dense_masks(verifier):
         regard.interventions.restrict(
             name,
             heads=head,
-            mask=regard.dense(
+            mask=regard.masks.dense(
                 keep_window(int(policy.windows[layer, head]), int(policy.sinks[layer, head])).to_dense(n, n)
             ),
         )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from regard.core.attention import attention, linear_attention
-from regard.core.products import merge
+from regard.core.products import merge_states
 from regard.feature_maps import random_features
 from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.by_hand import WorkedRow, explain
@@ -513,7 +513,7 @@ def _ring() -> Floats:
     shards = [attention(cat.Q, cat.K[part]) for part in (slice(0, 3), slice(3, 5))]
     values = [np.eye(5)[:3], np.eye(5)[3:]]
     parts = [(A @ value, A.lse) for A, value in zip(shards, values, strict=True)]
-    return np.asarray(merge(parts)[0])
+    return np.asarray(merge_states(parts)[0])
 
 
 _NEIGHBOURS = sliding_window(left=1, right=1)
