@@ -271,18 +271,19 @@ def check_fits(spec: Spec, frame: Frame) -> None:
 def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
     """Refuse a mask that is not a `Mask`, or a score modification that is not a `ScoreMod`."""
     if mask is not None:
-        hint = "dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array)"
+        numbers = "numbers to add are score_mod=regard.score_mods.bias(array)"
+        hint = f"regard.masks.dense(array) for booleans, True = attend; {numbers}"
         _check_type(mask, Mask, "mask", "a mask such as regard.causal()", hint)
     for score_mod in score_mods:
-        names = "regard.softcap, alibi, bias or relative_bias"
-        _check_type(score_mod, ScoreMod, "score_mod", names, "bias(array)")
+        names = "regard.softcap, regard.alibi, regard.relative_bias or regard.score_mods.bias"
+        _check_type(score_mod, ScoreMod, "score_mod", names, "regard.score_mods.bias(array)")
 
 
 def _check_type(argument: Any, expected_type: type, operation: str, expected: str, hint: str) -> None:
     if not isinstance(argument, expected_type):
         is_ours = callable(argument) and str(getattr(argument, "__module__", "")).startswith("regard")
         if is_ours:
-            hint = f"Call it: {argument.__name__}()."
+            hint = f"Call it: regard.{argument.__name__}()."
         elif callable(argument) and expected_type is Mask:
             hint = "Wrap a function of b, h, q_idx and kv_idx: mask=regard.mask(function)."
         elif callable(argument):

@@ -861,28 +861,38 @@ class AttentionMatrix(Generic[ArrayT]):
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
         return build_head_map(self.problem, tokens, query_tokens, title)
 
+    # What only an array has: errors that name the call to make
+
     def __bool__(self) -> bool:
         self._refuse(
             "bool(A)", "an attention matrix", "Compare a number, as in A.max() > 0.5, or ask `A is not None`."
         )
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        self._refuse("A == other", describe_argument(other), "A.to_dense() == other compares every weight.")
+        return self is other or self._refuse_operator("==", other)
 
     def __ne__(self, other: object) -> bool:
-        if self is other:
-            return False
-        self._refuse("A != other", describe_argument(other), "A.to_dense() != other compares every weight.")
+        return self is not other and self._refuse_operator("!=", other)
 
     __hash__ = object.__hash__
 
     def __contains__(self, item: object) -> bool:
         self._refuse("item in A", describe_argument(item), "item in A.to_dense() searches every weight.")
 
+    def __getattr__(self, name: str) -> Any:
+        message = f"'AttentionMatrix' object has no attribute {name!r}"
+        if not name.startswith("_") and hasattr(type(self._spec.key), name):
+            message += f"; A.to_dense().{name} is that of the stored weights"
+        raise AttributeError(message)
+
+    def _refuse_operator(self, sign: str, other: object) -> NoReturn:
+        """Raise an error for an operator that works on every weight."""
+        self._refuse(
+            f"A {sign} other", describe_argument(other), f"A.to_dense() {sign} other works on every weight."
+        )
+
     def _refuse(self, operation: str, received: str, hint: str) -> NoReturn:
-        """Raise an error for an operation that would need every weight, or could be meant in two ways."""
+        """Raise an error for an operation that a lazy matrix does not have."""
         raise ArgumentTypeError(
             operation, received=received, expected="an operation of a lazy matrix", hint=hint
         )
@@ -1118,6 +1128,18 @@ class AttentionMatrix(Generic[ArrayT]):
 
 
 # Views that compute nothing by themselves
+
+
+def _refuse_by(sign: str) -> Any:
+    """Return a method that refuses an operator."""
+    return lambda self, other: self._refuse_operator(sign, other)
+
+
+for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}.items():
+    setattr(AttentionMatrix, f"__{_name}__", _refuse_by(_sign))
+    setattr(AttentionMatrix, f"__r{_name}__", _refuse_by(_sign))
+for _name, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+    setattr(AttentionMatrix, f"__{_name}__", _refuse_by(_sign))
 
 
 class ScoresView(Generic[ArrayT]):

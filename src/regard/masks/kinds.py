@@ -510,8 +510,8 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
             "dense",
             received=describe_argument(array),
             expected="booleans, True = attend",
-            hint="For 1 = attend use dense(array != 0); "
-            "for an additive tensor of 0 and -inf use score_mod=bias(array); "
+            hint="For 1 = attend use regard.masks.dense(array != 0); "
+            "for an additive tensor of 0 and -inf use score_mod=regard.score_mods.bias(array); "
             'for True = ignore, as in nn.MultiheadAttention, write dense(array, true_means="ignore").',
         )
     return DenseMask(array) if true_means == "attend" else ~DenseMask(array)

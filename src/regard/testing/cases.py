@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -31,6 +32,7 @@ MASK_ATOMS = (
     "prefix",
     "first",
     "dense",
+    "function",
 )
 
 # The factors of the case matrix, and their choices. A case is one choice from every factor.
@@ -236,8 +238,16 @@ def _build_atom(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> 
         expand = (1,) * (len(lead) - len(batch))
         same = query_ids.reshape(*batch, *expand, q_len, 1) == ids.reshape(*batch, *expand, 1, kv_len)
         return masks.document(ids, query_ids), ones & same
+    if name == "function":
+        b, h = np.divmod(np.arange(math.prod(lead)).reshape(*lead, 1, 1), lead[-1] if lead else 1)
+        return masks.mask(_skip_a_quarter), ones & _skip_a_quarter(b, h, i, j)
     array = rng.random((*lead[-1:], q_len, kv_len)) < 0.7
     return masks.dense(array), ones & array
+
+
+def _skip_a_quarter(b: Array, h: Array, q_idx: Array, kv_idx: Array) -> Array:
+    """Mask a quarter of the keys of each query, other ones in each batch entry and head."""
+    return (3 * q_idx + kv_idx + b + 2 * h) % 4 != 0
 
 
 def _build_change(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import regard
-from regard import Mask, causal, padding, reference, sliding_window
+from regard import Mask, causal, mask, padding, reference, sliding_window
 from regard.engines.native import use_instruction_set
 from regard.frame import Frame
 from regard.masks import between, dense, document, first, prefix
@@ -47,6 +47,9 @@ LITERAL = {
     "left only lower right 2×5": (sliding_window(left=1, align=LR), "00111 00011"),
     "right only upper left 2×5": (sliding_window(right=1, align=UL), "11000 11100"),
     "right only lower right 5×2": (sliding_window(right=1, align=LR), "00 00 10 11 11"),
+    "mask of a function 3×4": (mask(lambda b, h, i, j: (i + j) % 2 == 0), "1010 0101 1010"),
+    "mask of a constant function 2×3": (mask(lambda b, h, i, j: True), "111 111"),
+    "mask of a function and causal": (causal() & mask(lambda b, h, i, j: j != 1), "100 100 101"),
     "padding 2×5": (padding(3), "11100 11100"),
     "padding 5×2": (padding(1), "10 10 10 10 10"),
     "padding of everything": (padding(0), "00000 00000"),
@@ -220,7 +223,7 @@ ATOMS = [
 @pytest.mark.parametrize("mask", ATOMS, ids=repr)
 def test_the_repr_evaluates_to_the_mask(mask: Mask) -> None:
     for one in (mask, ~mask, mask & first(9), mask | ~first(9), ~(mask | first(9)) & causal(LR)):
-        again = eval(repr(one), vars(regard))
+        again = eval(repr(one), vars(regard) | vars(regard.masks))
         assert again == one and hash(again) == hash(one) and repr(again) == repr(one)
 
 
@@ -387,3 +390,29 @@ def test_a_range_of_keys_has_limits_for_each_pair(side: str, starts: list[Any], 
     start, stop = padding([3, 5], side=side).resolve(Frame((2, 1), 4, 6))
     assert start.dtype == stop.dtype == np.int64
     assert start.tolist() == starts and stop.tolist() == stops
+
+
+def test_a_mask_from_a_function_is_given_the_batch_entry_and_the_head() -> None:
+    q, k = np.zeros((2, 3, 4, 3)), np.zeros((2, 3, 5, 3))
+    own = mask(lambda b, h, q_idx, kv_idx: (q_idx + b >= kv_idx) & (kv_idx != h))
+    b, h, i, j = np.ogrid[:2, :3, :4, :5]
+    expected = (i + b >= j) & (j != h)
+    np.testing.assert_array_equal(regard.attention(q, k, mask=own).to_dense() > 0, expected)
+    np.testing.assert_array_equal(own.to_dense(2, 3, 4, 5), expected)
+    np.testing.assert_array_equal(regard.attention(q, k, mask=own)[1, 2].to_dense() > 0, expected[1, 2])
+    # Without a batch, b is 0; without heads, h is 0 as well.
+    np.testing.assert_array_equal(own.to_dense(3, 4, 5), expected[0])
+    np.testing.assert_array_equal(own.to_dense(4, 5), expected[0, 0])
+    assert own == mask(own.function) and own != mask(lambda b, h, q_idx, kv_idx: True)  # type: ignore[attr-defined]
+
+
+def test_a_mask_from_a_function_reads_arrays_of_its_own() -> None:
+    torch = pytest.importorskip("torch")
+    ids = np.array([[0, 0, 1, 1, 2], [0, 1, 1, 1, 1]])
+    x = np.random.default_rng(0).normal(size=(2, 1, 5, 4))
+    expected = (ids[:, None, :, None] == ids[:, None, None, :]).astype(float)
+    for arrays in (ids, torch.tensor(ids)):
+        same = mask(lambda b, h, q_idx, kv_idx, ids=arrays: ids[b, q_idx] == ids[b, kv_idx])
+        for inputs in (x, torch.tensor(x)):
+            A = regard.attention(inputs, inputs, mask=same)
+            np.testing.assert_array_equal(np.asarray(A) > 0, expected > 0)

@@ -1,0 +1,240 @@
+"""Calls that people know from NumPy, torch and other attention functions: they work, or the error names what works."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import regard
+from regard import RegardError
+
+rng = np.random.default_rng(3)
+QUERY, KEY, VALUE = (
+    rng.normal(size=(2, 3, 7, 4)),
+    rng.normal(size=(2, 3, 11, 4)),
+    rng.normal(size=(2, 3, 11, 5)),
+)
+MASKS = [None, regard.causal(align="lower_right"), regard.padding([11, 6])]
+
+
+# -- They work --------------------------------------------------------------------------------------------
+
+
+def dense_diagonal(weights, offset):
+    return weights.diagonal(offset, axis1=-2, axis2=-1)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("offset", [-12, -7, -6, -1, 0, 1, 4, 10, 11, 20])
+def test_diagonal(mask, offset):
+    A = regard.attention(QUERY, KEY, mask=mask)
+    np.testing.assert_allclose(
+        A.diagonal(offset), dense_diagonal(A.to_dense(), offset), rtol=1e-12, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("axis", [-1, -2, None, (0, 1, 2, 3)])
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "argmax"])
+def test_reductions_keep_axes(name, axis, mask):
+    if name == "argmax" and isinstance(axis, tuple):
+        axis = None
+    A = regard.attention(QUERY, KEY, mask=mask)
+    for keyword in ({}, {"keepdims": True}, {"keepdims": False}):
+        expected = getattr(A.to_dense(), name)(axis, **keyword)
+        found = getattr(A, name)(axis, **keyword)
+        assert np.shape(found) == np.shape(expected)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+    assert np.shape(getattr(A, name)(dim=-1, keepdim=True)) == (2, 3, 7, 1)
+
+
+@pytest.mark.parametrize("length", [3000])
+def test_the_minimum_sees_the_blocks_that_are_skipped(length):
+    x = np.random.default_rng(0).normal(size=(length, 4))
+    A = regard.attention(x, x, mask=regard.causal())
+    smallest = A.min(-1)
+    assert smallest[-1] == pytest.approx(A[-1].min(), rel=1e-9) and smallest[-1] > 0
+    assert (smallest[:-1] == 0).all() and (A.min(-2)[1:] == 0).all() and A.min(-2)[0] > 0
+
+
+@pytest.mark.parametrize(
+    "index",
+    [0, (1, 2), (0, 1, 3), (..., 4), (0, slice(None), 3, 2), (1, 2, [5, 0, -1]), (0, 1, slice(8, 2, -2), slice(1, 6)),
+     (slice(None), 1, [3], slice(None)), np.s_[:, :, None, 2], (..., slice(0), 3)],
+    ids=str,
+)  # fmt: skip
+def test_the_transpose_is_indexed_like_an_array(index):
+    A = regard.attention(QUERY, KEY, mask=regard.causal(align="lower_right"))
+    found = A.mT[index]
+    found = found.to_dense() if hasattr(found, "to_dense") else found
+    np.testing.assert_allclose(found, A.to_dense().swapaxes(-1, -2)[index], rtol=1e-12, atol=1e-15)
+
+
+def test_a_matrix_of_one_head_has_a_t():
+    A = regard.attention(QUERY[0, 0], KEY[0, 0])
+    np.testing.assert_allclose(A.T @ QUERY[0, 0], A.to_dense().T @ QUERY[0, 0], rtol=1e-12)
+
+
+def test_numpy_arrays():
+    A = regard.attention(QUERY, KEY)
+    np.testing.assert_array_equal(A.numpy(), A.to_dense())
+    np.testing.assert_array_equal(A.received(), A.sum(-2))
+    assert A.device == "cpu" and not A.requires_grad and A.cpu() is A
+    np.testing.assert_array_equal(A.detach()[0, 1, 2], A[0, 1, 2])
+
+
+def test_a_linear_operator_never_stores_the_matrix():
+    sparse = pytest.importorskip("scipy.sparse.linalg")
+    query, key = np.random.default_rng(5).normal(size=(2, 300, 8))
+    A = regard.attention(query, key, mask=regard.causal())
+    operator = A.as_linear_operator()
+    dense = A.to_dense()
+    assert operator.shape == (300, 300) and operator.dtype == np.float64
+    for x in (query[:, 0], query[:, :1], query[:, :3]):
+        np.testing.assert_allclose(operator @ x, dense @ x, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(operator.T @ x, dense.T @ x, rtol=1e-10, atol=1e-12)
+    values = sparse.svds(operator, k=4, return_singular_vectors=False)
+    np.testing.assert_allclose(np.sort(values)[::-1], np.linalg.svd(dense)[1][:4], rtol=1e-8)
+    torch = pytest.importorskip("torch")
+    tensors = [torch.tensor(x, dtype=torch.float32, requires_grad=True) for x in (query, key)]
+    part = regard.attention(*(x[None, None] for x in tensors))[0].as_linear_operator()
+    assert part.dtype == np.float32
+    expected = regard.attention(query, key) @ query[:, 0]
+    np.testing.assert_allclose(part @ query[:, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tensors():
+    torch = pytest.importorskip("torch")
+    query, key, value = (torch.tensor(x, dtype=torch.float32) for x in (QUERY, KEY, VALUE))
+    query.requires_grad_()
+    mods = [regard.score_mods.bias(torch.randn(7, 11, requires_grad=True)), regard.softcap(20)]
+    ids = torch.arange(11) // 4
+    mask = regard.mask(lambda b, h, q_idx, kv_idx: ids[kv_idx] <= q_idx)
+    A = regard.attention(query, key, mask=mask, score_mod=mods)
+    assert A.device == query.device and A.requires_grad
+    assert torch.equal(torch.matmul(A, value), A @ value)
+    left = torch.randn(7)
+    assert torch.equal(torch.matmul(left, A[0, 1]), left @ A[0, 1])
+    alone = A.detach()
+    assert not alone.requires_grad and torch.equal(alone.to_dense(), A.to_dense().detach())
+    assert torch.equal(alone[0, 1].detach().entropy(), A[0, 1].entropy().detach())
+    wide = A.to(torch.float64)
+    assert wide.dtype == torch.float64 and wide.to_dense().dtype == torch.float64
+    torch.testing.assert_close(wide.to_dense().float(), A.to_dense())
+    wide.to_dense()[..., 0].sum().backward()
+    assert query.grad is not None and query.grad.abs().sum() > 0
+    assert torch.equal(A.cpu().to_dense(), A.to_dense())
+    assert isinstance(alone.numpy(), np.ndarray)
+    documents = regard.attention(key, key, mask=regard.masks.document(ids))
+    torch.testing.assert_close(documents.to(torch.float64).to_dense().float(), documents.to_dense())
+
+
+def test_plot_draws_a_heat_map():
+    pytest.importorskip("matplotlib").use("agg")
+    A = regard.attention(QUERY[0, 0], KEY[0, 0])
+    axes = A.plot(query_tokens=list("abcdefg"), tokens=[str(n) for n in range(11)])
+    np.testing.assert_allclose(axes.images[0].get_array(), A.to_dense())
+
+
+# -- They are answered ------------------------------------------------------------------------------------
+
+q, k, v = QUERY[0, 0], KEY[0, 0], VALUE[0, 0]
+A, B = regard.attention(q, k), regard.attention(QUERY, KEY)
+NAMES = {
+    "regard": regard, "np": np, "q": q, "k": k, "v": v, "A": A, "B": B, "QUERY": QUERY, "KEY": KEY,
+    "keep": np.ones((7, 11), bool), "numbers": np.zeros((7, 11)), "lengths": [11, 6], "slopes": np.ones(3),
+}  # fmt: skip
+
+F = "regard.mask(lambda b, h, i, j: i >= j)"
+# A wrong call, and the right one. The error of the first names the functions and keywords of the second.
+ANSWERED = [
+    ("regard.attention(k, k, is_causal=True)", "regard.attention(k, k, mask=regard.causal())"),
+    ("regard.attention(k, k, causal=True)", "regard.attention(k, k, mask=regard.causal())"),
+    ("regard.attention(q, k, v)", "regard.attention(q, k) @ v"),
+    ("regard.attention(q, k, value=v)", "regard.attention(q, k) @ v"),
+    ("regard.attention(q, k, attn_mask=keep)", "regard.attention(q, k, mask=regard.masks.dense(keep))"),
+    ("regard.attention(q, k, attn_mask=numbers)", "regard.attention(q, k, score_mod=regard.score_mods.bias(numbers))"),
+    ("regard.attention(QUERY, KEY, attention_mask=keep)", "regard.attention(QUERY, KEY, mask=regard.padding(lengths))"),
+    (
+        "regard.attention(QUERY, KEY, key_padding_mask=keep)",
+        "regard.attention(QUERY, KEY, mask=regard.padding(lengths))",
+    ),
+    ("regard.attention(q, k, block_mask=1)", f"regard.attention(q, k, mask={F})"),
+    ("regard.attention(q, k, mask_mod=1)", f"regard.attention(q, k, mask={F})"),
+    ("regard.attention(q, k, bias=numbers)", "regard.attention(q, k, score_mod=regard.score_mods.bias(numbers))"),
+    ("regard.attention(k, k, window_size=4)", "regard.attention(k, k, mask=regard.sliding_window(4))"),
+    (
+        "regard.attention(QUERY, QUERY, alibi_slopes=slopes)",
+        "regard.attention(QUERY, QUERY, score_mod=regard.alibi(slopes))",
+    ),
+    ("regard.attention(q, k, softcap=5)", "regard.attention(q, k, score_mod=regard.softcap(5))"),
+    ("regard.attention(q, k, softmax_scale=1.0)", "regard.attention(q, k, scale=1.0)"),
+    ("regard.attention(q, k, scaling=1.0)", "regard.attention(q, k, scale=1.0)"),
+    ("regard.attention(k, k, mask='causal')", "regard.attention(k, k, mask=regard.causal())"),
+    ("regard.attention(k, k, mask=regard.causal)", "regard.attention(k, k, mask=regard.causal())"),
+    ("regard.attention(q, k, mask=keep)", "regard.attention(q, k, mask=regard.masks.dense(keep))"),
+    ("regard.attention(q, k, mask=numbers)", "regard.attention(q, k, score_mod=regard.score_mods.bias(numbers))"),
+    ("regard.attention(q, k, mask=lambda b, h, i, j: i >= j)", f"regard.attention(q, k, mask={F})"),
+    ("regard.masks.dense(numbers)", "regard.masks.dense(numbers != 0)"),
+    ("regard.mask(keep)", "regard.masks.dense(keep)"),
+    ("regard.mask(lambda i, j: i >= j)", "regard.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)"),
+    ("regard.causal() and regard.padding(4)", "regard.causal() & regard.padding(4)"),
+    ("regard.causal() & keep", "regard.causal() & regard.masks.dense(keep)"),
+    ("regard.causal(3)", "regard.causal(align='lower_right')"),
+    ("bool(A)", "A.max() > 0.5"),
+    ("A != 0", "A.to_dense() != 0"),
+    ("A == 0", "A.to_dense() == 0"),
+    ("0.5 in A", "0.5 in A.to_dense()"),
+    ("B.T", "B.mT"),
+    ("A + 1", "A.to_dense() + 1"),
+    ("A * 2", "A.to_dense() * 2"),
+    ("A > 0.5", "A.to_dense() > 0.5"),
+    ("1 - A", "1 - A.to_dense()"),
+    ("np.ones(11) * A", "np.ones(11) * A.to_dense()"),
+    ("B.explain(0)", "B[0, 0].explain(0)"),
+    ("B.page()", "B[0, 0].page()"),
+    ("B.plot()", "B[0, 0].plot()"),
+    ("A.flatten()", "A.to_dense().flatten()"),
+    ("A.transpose()", "A.to_dense().transpose()"),
+    ("B[keep]", "B[..., np.flatnonzero(keep[:, 0]), :]"),
+]  # fmt: skip
+
+
+# What tells two calls apart: functions, keywords, heads and operators.
+PARTS = re.compile(r"regard(?:\.\w+)+(?:\(\))?|\[0, 0\]|(?<=\.)[a-zA-Z]\w*|\b\w+(?==[^=])|[&@]|!= 0|kv_idx")
+
+
+@pytest.mark.parametrize(("wrong", "right"), ANSWERED, ids=[wrong for wrong, _ in ANSWERED])
+def test_a_wrong_call_is_answered_with_the_right_one(wrong, right):
+    eval(right, dict(NAMES))
+    with pytest.raises((RegardError, AttributeError)) as raised:
+        eval(wrong, dict(NAMES))
+    new = set(PARTS.findall(right)) - set(PARTS.findall(wrong))
+    message = str(raised.value)
+    assert new and all(part in message for part in new), (new, message)
+
+
+def test_there_are_enough_of_them():
+    assert len(ANSWERED) >= 40
+
+
+def test_functions_of_torch_are_answered():
+    torch = pytest.importorskip("torch")
+    A = regard.attention(*(torch.tensor(x) for x in (q, k)))
+    for call in (lambda: torch.softmax(A, -1), lambda: A + torch.ones(11), lambda: torch.ones(11) + A):
+        with pytest.raises((RegardError, TypeError), match=r"to_dense"):
+            call()
+    with pytest.raises(RegardError, match=r"A\.sum"):
+        torch.sum(A, -1)
+
+
+def test_a_watch_that_was_not_entered_names_the_block():
+    torch = pytest.importorskip("torch")
+    watching = regard.watch(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True))
+    for name in ("heads", "page", "layers"):
+        with pytest.raises(AttributeError) as raised:
+            getattr(watching, name)
+        assert name != "heads" or "with regard.watch(model) as recording" in str(raised.value)
+    assert not hasattr(watching, "nonsense")
