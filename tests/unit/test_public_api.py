@@ -162,3 +162,50 @@ def test_the_type_checker_knows_every_exported_name(tmp_path):
     assert unknown == []
     assert "Recording" in revealed[TYPED.index("regard.load_recording")]
     assert "LoadedModel" in revealed[TYPED.index("regard.models.load")]
+
+
+# A user's script: each comment is the type that a strict type checker sees, which is never Any.
+SCRIPT = """
+import torch
+from torch import nn
+
+import regard
+
+query, key, value = torch.randn(3, 1, 8, 64, 32).unbind()
+A = regard.attention(query, key, mask=regard.causal() & regard.sliding_window(16))
+reveal_type(A)  # AttentionMatrix[Tensor]
+reveal_type(A @ value)  # Tensor
+reveal_type(A.lse)  # Tensor
+reveal_type(A.entropy())  # Tensor
+reveal_type(A.mass(regard.masks.first(4)))  # Tensor
+reveal_type(A.topk(3).indices)  # Tensor
+reveal_type(A.sum(-2))  # Tensor
+reveal_type(A.to_dense())  # Tensor
+reveal_type(A.lazy[0, 3])  # AttentionMatrix[Tensor]
+reveal_type(A.lazy[0, 3].explain(5))  # Explanation
+reveal_type(A.lazy[0, 3].page())  # Page
+
+model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+with regard.watch(model) as recording:
+    model(torch.randn(1, 64, 32))
+reveal_type(recording)  # Recording
+reveal_type(recording["self_attn"])  # AttentionMatrix[Tensor]
+reveal_type(recording.heads())  # Table
+reveal_type(recording.page())  # Page
+reveal_type(recording.diagnose())  # Findings
+reveal_type(regard.attention([[1.0]], [[1.0]]).entropy())  # ndarray
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_strict_type_checker_knows_the_types_of_a_users_script(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    pytest.importorskip("torch")
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    report, errors, code = api.run([str(file), "--strict", "--config-file", ""])
+    assert code == 0, report + errors
+    expected = re.findall(r"reveal_type\(.*\)  # (.*)", SCRIPT)
+    for revealed, name in zip(REVEALED.findall(report), expected, strict=True):
+        assert re.sub(r"\w+\.|\?", "", revealed).startswith(name), (revealed, name)

@@ -590,7 +590,7 @@ class AttentionMatrix(Generic[ArrayT]):
         band = WindowMask(IntParameter(-offset), IntParameter(offset), "upper_left")
         return self._spec.engine.cast(self.mass(band), self.dtype)[..., rows]  # type: ignore[no-any-return]
 
-    def topk(self, k: int) -> TopKResult:
+    def topk(self, k: int) -> TopKResult[ArrayT]:
         """Find the k largest weights of each row and their keys, largest first; ties go to the lowest index.
 
         Args:
@@ -602,7 +602,7 @@ class AttentionMatrix(Generic[ArrayT]):
         Raises:
             ArgumentError: If `k` is not a whole number from 1 to kv_len.
         """
-        top: TopKResult = self.measure(top=TopK(k)).top
+        top: TopKResult[ArrayT] = self.measure(top=TopK(k)).top
         return top
 
     def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "mean") -> ArrayT:

@@ -214,7 +214,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                 layer_calls.append(LayerCall(layer, name, index, call))
         return layer_calls
 
-    def __getitem__(self, name: str) -> AttentionMatrix:
+    def __getitem__(self, name: str) -> AttentionMatrix[torch.Tensor]:
         """Return the matrix of a layer.
 
         Raises:

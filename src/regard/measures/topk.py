@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from regard.accumulators import Accumulator, RowMaxScore, RowTopK
 from regard.engines import Engine, find_engine
@@ -13,14 +13,14 @@ from regard.measures.base import Measure, as_slice, copy_with
 from regard.measures.sums import check_axis
 from regard.problem import Problem
 from regard.tiling import tile_sizes
-from regard.types import Array, Namespace
+from regard.types import Array, ArrayT, Namespace
 from regard.validation import check_count
 
 # k up to which a compiled pass inserts each weight where it belongs; a longer list is better searched as a whole.
 MAX_INSERTED = 64
 
 
-class TopKResult(NamedTuple):
+class TopKResult(NamedTuple, Generic[ArrayT]):
     """The largest weights and their indices: (…, q_len, k) for `TopK`, without the last axis for `MaxWeight`.
 
     Attributes:
@@ -34,8 +34,8 @@ class TopKResult(NamedTuple):
     array([1, 4])
     """
 
-    values: Array
-    indices: Array
+    values: ArrayT
+    indices: ArrayT
 
 
 @dataclass(frozen=True, repr=False)
