@@ -292,7 +292,7 @@ def bias(array: Array) -> ScoreMod:
             "bias",
             received=describe_argument(array),
             expected="floating-point numbers to add to the scores",
-            hint="For booleans, True = attend, use mask=dense(array); for whole numbers, array.astype(float).",
+            hint="For booleans, True = attend, use mask=regard.masks.dense(array); for integers, array.astype(float).",
         )
     return BiasMod(array)
 

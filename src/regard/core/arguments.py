@@ -309,6 +309,6 @@ def name_measures(measures: Sequence[Measure], named: Mapping[str, Measure]) -> 
             "measure",
             received=f"results with the names {', '.join(names)}",
             expected="a unique name for each result",
-            hint="Rename one with a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).",
+            hint="Rename one with a keyword: A.measure(Mass(regard.masks.first(1)), near=Mass(sliding_window(64))).",
         )
     return dict(zip(names, (*measures, *named.values()), strict=True))

@@ -210,26 +210,27 @@ def linear_attention(
 
     operation = "linear_attention"
     engine = find_engine(operation, query=query, key=key)
-    query, key = engine.as_float(query, operation, "query"), engine.as_float(key, operation, "key")
-    axes, groups = leading_shape(query, key, enable_gqa, operation)
+    arrays = [engine.as_float(array, operation, name) for name, array in (("query", query), ("key", key))]
+    axes, groups = leading_shape(arrays[0], arrays[1], enable_gqa, operation)
     function, name_of_map = resolve_feature_map(feature_map)
-    dtype = engine.working_dtype(query, key)
-    query, key = (
+    dtype = engine.working_dtype(*arrays)
+    features: Any = (
         engine.cast(compute_features(engine.cast(array, dtype), function, name_of_map, engine, name), dtype)
-        for name, array in (("query", query), ("key", key))
+        for name, array in zip(("query", "key"), arrays, strict=True)
     )
-    if query.shape[-1] != key.shape[-1]:
+    q_features, k_features = features
+    if q_features.shape[-1] != k_features.shape[-1]:
         raise ArgumentError(
             operation,
-            received=f"{name_of_map} with {query.shape[-1]} features of query and {key.shape[-1]} of key",
+            received=f"{name_of_map} with {q_features.shape[-1]} features of query and {k_features.shape[-1]} of key",
             expected="the same number of features",
             hint="A feature map must return the same number of features for any length.",
         )
-    query, offset = rescale_features(query, engine)
+    q_features, offset = rescale_features(q_features, engine)
     spec = Spec(
         engine,
-        query,
-        key,
+        q_features,
+        k_features,
         mask,
         (LogScores(name_of_map, offset),),
         1.0,

@@ -275,6 +275,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def _convert(self, convert: Any, stats: SoftmaxStats | None = None) -> AttentionMatrix[ArrayT]:
         """Return a matrix whose arrays were converted by a function."""
+        self._require_all_keys("to(…)")
         spec = convert_arrays(self._spec, convert)
         engine = find_engine("attention", key=spec.key)
         problem = None
@@ -289,6 +290,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what deep copies and files keep: detached arrays and statistics, and nothing that is derived."""
+        self._require_all_keys("copy()")
         problem = None if self._spec.query is not None else convert_arrays(self.problem, detach)
         self._forget_if_changed()
         state = {name: value for name, value in vars(self).items() if name != "_fast_product"}
@@ -570,7 +572,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def received(self) -> ArrayT:
         """Sum the weight that each key receives from all queries, the same as `A.sum(-2)`: (…, heads, kv_len)."""
-        return self.measure(Received()).received  # type: ignore[no-any-return]
+        return self.measure(Received()).received
 
     def diagonal(self, offset: int = 0) -> ArrayT:
         """Compute the weights of each query on the key at its own index: (…, heads, entries).
@@ -585,10 +587,11 @@ class AttentionMatrix(Generic[ArrayT]):
         >>> regard.attention(cat.Q, cat.K).diagonal(-1).round(4)
         array([0.3125, 0.2505, 0.1915, 0.1539])
         """
+        self._require_all_keys("diagonal(…)")
         q_len, kv_len = self.shape[-2:]
         rows = slice(min(max(0, -offset), q_len), max(0, min(q_len, kv_len - offset)))
         band = WindowMask(IntParameter(-offset), IntParameter(offset), "upper_left")
-        return self._spec.engine.cast(self.mass(band), self.dtype)[..., rows]  # type: ignore[no-any-return]
+        return self._spec.engine.cast(self.mass(band), self.dtype)[..., rows]
 
     def topk(self, k: int) -> TopKResult[ArrayT]:
         """Find the k largest weights of each row and their keys, largest first; ties go to the lowest index.
@@ -653,7 +656,8 @@ class AttentionMatrix(Generic[ArrayT]):
         resolved, keep = resolve_reduction(self.shape, "mean", axis, dim, keywords)
         count = math.prod(self.shape) if resolved is None else self.shape[resolved]
         with np.errstate(all="ignore"):  # the mean of no entries is NaN, without a warning
-            return self._keep_axes(self.sum(resolved) / np.float64(count), resolved, keep)  # type: ignore[operator]
+            total: Any = self.sum(resolved)
+            return self._keep_axes(total / np.float64(count), resolved, keep)
 
     def max(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
         """Find the largest weights.
@@ -689,6 +693,7 @@ class AttentionMatrix(Generic[ArrayT]):
         Raises:
             ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
         """
+        self._require_all_keys("min(…)")
         check_not_empty(self.shape, "min")
         resolved, keep = resolve_reduction(self.shape, "min", axis, dim, keywords)
         smallest = self.measure(smallest=MinWeight(axis=-1 if resolved is None else resolved)).smallest
@@ -697,9 +702,9 @@ class AttentionMatrix(Generic[ArrayT]):
     def _keep_axes(self, result: Any, axis: int | None, keep: bool) -> ArrayT:
         """Give the result of a reduction the axes that it reduced, with size 1, if they are kept."""
         if not keep:
-            return result  # type: ignore[no-any-return]
+            return result
         ones = tuple(1 if axis in (None, n - self.ndim) else size for n, size in enumerate(self.shape))
-        return result.reshape(ones)  # type: ignore[no-any-return]
+        return result.reshape(ones)
 
     def argmax(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> ArrayT:
         """Find the indices of the largest weights; ties go to the lowest index.
@@ -750,6 +755,7 @@ class AttentionMatrix(Generic[ArrayT]):
         >>> np.allclose(np.sort(singular_values)[::-1], np.linalg.svd(A.to_dense())[1][:3])
         True
         """
+        self._require_all_keys("as_linear_operator()")
         check_one_head(self.shape, "as_linear_operator", "A[{}].as_linear_operator()")
         try:
             from scipy.sparse.linalg import LinearOperator
@@ -784,6 +790,7 @@ class AttentionMatrix(Generic[ArrayT]):
         Returns:
             The Axes.
         """
+        self._require_all_keys("plot(…)")
         check_one_head(self.shape, "plot", "A[{}].plot(tokens)")
         heatmap = importlib.import_module("regard.plot").heatmap  # above this package
         return heatmap(self, tokens, **options)
@@ -819,6 +826,7 @@ class AttentionMatrix(Generic[ArrayT]):
            a  1       0.7311  █████████████████████████████
            b  0.3679  0.2689  ██████████
         """
+        self._require_all_keys("explain(…)")
         check_one_head(self.shape, "explain", f"A[{{}}].explain({q_idx})")
         from regard.core.explanation import explain_row
 
@@ -858,13 +866,14 @@ class AttentionMatrix(Generic[ArrayT]):
         """
         from regard.core.matrix_page import build_head_map
 
+        self._require_all_keys("page(…)")
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
         return build_head_map(self.problem, tokens, query_tokens, title)
 
     # What only an array has: errors that name the call to make
 
     def __bool__(self) -> bool:
-        self._refuse(
+        self._refuse_array_use(
             "bool(A)", "an attention matrix", "Compare a number, as in A.max() > 0.5, or ask `A is not None`."
         )
 
@@ -877,7 +886,9 @@ class AttentionMatrix(Generic[ArrayT]):
     __hash__ = object.__hash__
 
     def __contains__(self, item: object) -> bool:
-        self._refuse("item in A", describe_argument(item), "item in A.to_dense() searches every weight.")
+        self._refuse_array_use(
+            "item in A", describe_argument(item), "item in A.to_dense() searches every weight."
+        )
 
     def __getattr__(self, name: str) -> Any:
         message = f"'AttentionMatrix' object has no attribute {name!r}"
@@ -887,11 +898,11 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def _refuse_operator(self, sign: str, other: object) -> NoReturn:
         """Raise an error for an operator that works on every weight."""
-        self._refuse(
+        self._refuse_array_use(
             f"A {sign} other", describe_argument(other), f"A.to_dense() {sign} other works on every weight."
         )
 
-    def _refuse(self, operation: str, received: str, hint: str) -> NoReturn:
+    def _refuse_array_use(self, operation: str, received: str, hint: str) -> NoReturn:
         """Raise an error for an operation that a lazy matrix does not have."""
         raise ArgumentTypeError(
             operation, received=received, expected="an operation of a lazy matrix", hint=hint
@@ -926,6 +937,9 @@ class AttentionMatrix(Generic[ArrayT]):
         return notebook.render_matrix(self._describe(), sample, closing)
 
     # Private: parts
+
+    def _require_all_keys(self, method: str) -> None:
+        """Raise an error if the keys are not all in this process; a matrix of several ranks overrides it."""
 
     def _select(self, resolved: ResolvedIndex) -> AttentionMatrix:
         """Return the lazy matrix of some heads and rows; leading axes that the index drops are dropped."""
@@ -1213,7 +1227,7 @@ class TransposedMatrix(Generic[ArrayT]):
 
     def to_dense(self) -> ArrayT:
         """Compute and store the whole transpose: (…, heads, kv_len, q_len)."""
-        return self.mT.to_dense().swapaxes(-1, -2)
+        return self.mT.to_dense().swapaxes(-1, -2)  # type: ignore[attr-defined]
 
     def __repr__(self) -> str:
         return f"<transpose of {repr(self.mT).splitlines()[0]}>"

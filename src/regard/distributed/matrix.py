@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -138,57 +137,60 @@ class DistributedMatrix(AttentionMatrix):
 
     # Reductions over everything
 
-    def sum(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def sum(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> Array:
         """Sum the weights.
 
         Args:
             axis: −1 over the keys, −2 over the queries of all ranks, None over everything on all ranks.
             dim: The same as `axis`, in torch's spelling.
-            **numpy_keywords: Refused, with a hint, unless they change nothing.
+            **keywords: `keepdim`, as in `regard.AttentionMatrix.sum`.
         """
-        if (resolved := resolve_reduction(self.shape, "sum", axis, dim, numpy_keywords)) is None:
+        resolved, keep = resolve_reduction(self.shape, "sum", axis, dim, keywords)
+        if resolved is None:
             total = self.measure(Sum(-1)).sum.sum().reshape(1)
-            return torch.stack(self._exchange("A.sum()", total)).sum()
-        return self.measure(Sum(resolved)).sum
+            return self._keep_axes(torch.stack(self._exchange("A.sum()", total)).sum(), None, keep)
+        return self._keep_axes(self.measure(Sum(resolved)).sum, resolved, keep)
 
-    def mean(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def mean(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> Array:
         """Average the weights.
 
         Args:
             axis: −1 over the keys, −2 over the queries of all ranks, None over everything on all ranks.
             dim: The same as `axis`, in torch's spelling.
-            **numpy_keywords: Refused, with a hint, unless they change nothing.
+            **keywords: `keepdim`, as in `regard.AttentionMatrix.sum`.
         """
-        resolved = resolve_reduction(self.shape, "mean", axis, dim, numpy_keywords)
+        resolved, keep = resolve_reduction(self.shape, "mean", axis, dim, keywords)
         counts = {-1: self.shape[-1], None: math.prod(self.shape), -2: self.shape[-2]}
         count: Any = torch.tensor([float(counts[resolved])], dtype=torch.float64)
         if resolved != -1:
             count = torch.stack(self._exchange("A.mean()", count.to(self.problem.query.device))).sum()
-        return self.sum(resolved) / count
+        return self._keep_axes(self.sum(resolved) / count, resolved, keep)
 
-    def max(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def max(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> Array:
         """Find the largest weights.
 
         Args:
             axis: −1 of each row, −2 of each column over all ranks, None of the whole matrix.
             dim: The same as `axis`, in torch's spelling.
-            **numpy_keywords: Refused, with a hint, unless they change nothing.
+            **keywords: `keepdim`, as in `regard.AttentionMatrix.sum`.
         """
-        if (resolved := resolve_reduction(self.shape, "max", axis, dim, numpy_keywords)) is None:
-            return self._find_largest("A.max()")[0]
-        return self.measure(top=MaxWeight(resolved)).top.values
+        resolved, keep = resolve_reduction(self.shape, "max", axis, dim, keywords)
+        if resolved is None:
+            return self._keep_axes(self._find_largest("A.max()")[0], None, keep)
+        return self._keep_axes(self.measure(top=MaxWeight(resolved)).top.values, resolved, keep)
 
-    def argmax(self, axis: Axis = None, *, dim: Axis = None, **numpy_keywords: object) -> Array:
+    def argmax(self, axis: Axis = None, *, dim: Axis = None, **keywords: object) -> Array:
         """Find the indices of the largest weights in the whole sequence; ties go to the lowest index.
 
         Args:
             axis: −1 gives keys, −2 queries, None an index into the flattened matrix of all ranks.
             dim: The same as `axis`, in torch's spelling.
-            **numpy_keywords: Refused, with a hint, unless they change nothing.
+            **keywords: `keepdim`, as in `regard.AttentionMatrix.sum`.
         """
-        if (resolved := resolve_reduction(self.shape, "argmax", axis, dim, numpy_keywords)) is None:
-            return self._find_largest("A.argmax()")[1]
-        return self.measure(top=MaxWeight(resolved)).top.indices
+        resolved, keep = resolve_reduction(self.shape, "argmax", axis, dim, keywords)
+        if resolved is None:
+            return self._keep_axes(self._find_largest("A.argmax()")[1], None, keep)
+        return self._keep_axes(self.measure(top=MaxWeight(resolved)).top.indices, resolved, keep)
 
     def _find_largest(self, operation: str) -> tuple[Tensor, Tensor]:
         """Find the largest weight of the matrix of all ranks, and its index in the flattened matrix."""
@@ -214,40 +216,6 @@ class DistributedMatrix(AttentionMatrix):
         with self._ring.operate(operation):
             return [tensors[0] for tensors in self._ring.peers.exchange_all([tensor])]
 
-    # What needs the keys of all ranks in one place
-
-    def explain(
-        self, q_idx: int, value: Array | None = None, tokens: Sequence[str] | None = None
-    ) -> NoReturn:
-        """Raise an `ArgumentError`: an explanation needs the keys of all ranks in one process.
-
-        Args:
-            q_idx: Position of a query.
-            value: The value, (…, kv_len, value_dim).
-            tokens: Texts of the tokens.
-        """
-        self._refuse("A.explain(…)", "explain(…)")
-
-    def page(
-        self,
-        tokens: Sequence[str] | None = None,
-        *,
-        query_tokens: Sequence[str] | None = None,
-        title: str = "",
-    ) -> NoReturn:
-        """Raise an `ArgumentError`: a page needs the keys of all ranks in one process.
-
-        Args:
-            tokens: Texts of the keys.
-            query_tokens: Texts of the queries.
-            title: Title of the page.
-        """
-        self._refuse("A.page(…)", "page(…)")
-
-    def __getstate__(self) -> NoReturn:
-        """Raise an `ArgumentError`: a copy or a file has no connection to the other ranks."""
-        self._refuse("A.copy(), copy.deepcopy(A) or pickle", "copy()")
-
     def __repr__(self) -> str:
         return f"{self._describe()}, rows of rank {self._ring.peers.rank} of {self._ring.peers.size}"
 
@@ -256,9 +224,9 @@ class DistributedMatrix(AttentionMatrix):
 
         return notebook.render_matrix(repr(self), None, "Its keys are on several ranks: A[row] reads a row.")
 
-    def _refuse(self, operation: str, method: str) -> NoReturn:
+    def _require_all_keys(self, method: str) -> NoReturn:
         raise ArgumentError(
-            operation,
+            f"A.{method}",
             received="a matrix whose keys are on several ranks",
             expected="a matrix of one process",
             hint="Collect what it needs: whole = regard.distributed.gather(key, layout=…), then "
@@ -280,7 +248,7 @@ class DistributedMatrix(AttentionMatrix):
     def _get_stats(self) -> None:
         return None  # the ranks must agree on which statistics they use: `_agree_on_stats`
 
-    def _entries(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
+    def _compute_block(self, resolved: ResolvedIndex, operation: str, *, weights: bool) -> Array:
         self._refuse_gradients(operation)
         block_shape = tuple(map(len, resolved.positions))
         check_result_size(
@@ -294,7 +262,7 @@ class DistributedMatrix(AttentionMatrix):
         measure = SelectedWeights(columns) if weights else SelectedScores(columns)
         block = part._run_operation(operation, {"entries": measure})["entries"]
         self._adopt_stats(part)
-        return block.reshape(block_shape)[resolved.local]
+        return block.reshape(block_shape)
 
     def _adopt_stats(self, part: DistributedMatrix) -> None:
         """Keep statistics that a part computed, if it has all rows."""

@@ -310,7 +310,7 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
             raise ArgumentError(
                 "rescore",
                 received=f"{score_mod!r} for a layer that computes its own softmax",
-                expected="an addition such as bias(…) or alibi(): the scores themselves are not known",
+                expected="an addition such as regard.score_mods.bias(…) or alibi(): the scores are not known",
                 hint="Load the model with attn_implementation='sdpa' if it supports that.",
             )
         bias = bias.to(wide.device)

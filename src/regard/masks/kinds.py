@@ -512,7 +512,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
             expected="booleans, True = attend",
             hint="For 1 = attend use regard.masks.dense(array != 0); "
             "for an additive tensor of 0 and -inf use score_mod=regard.score_mods.bias(array); "
-            'for True = ignore, as in nn.MultiheadAttention, write dense(array, true_means="ignore").',
+            'for True = ignore, as in nn.MultiheadAttention, write regard.masks.dense(array, true_means="ignore").',
         )
     return DenseMask(array) if true_means == "attend" else ~DenseMask(array)
 
@@ -750,7 +750,7 @@ def _check(positions: Any, parameter: str) -> slice | IntArray:
             "between",
             received=f"{parameter} as {describe_argument(positions)}",
             expected="an integer, a slice, or a list of integers",
-            hint="For example between(queries=slice(8, None), keys=[0, 1]).",
+            hint="For example regard.masks.between(queries=slice(8, None), keys=[0, 1]).",
         )
     return np.unique(entries.astype(np.int64))
 

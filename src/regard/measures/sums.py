@@ -222,7 +222,7 @@ class Mass(BoundMeasure):
                 "mass",
                 received=describe_argument(self.mask),
                 expected="a mask such as regard.masks.first(1)",
-                hint="Wrap booleans, True = attend: dense(array).",
+                hint="Wrap booleans, True = attend: regard.masks.dense(array).",
             )
 
     def bind(self, problem: Problem) -> Measure:

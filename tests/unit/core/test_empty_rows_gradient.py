@@ -22,18 +22,16 @@ from regard import (
     Spread,
     alibi,
     attention,
-    between,
-    bias,
     causal,
-    dense,
-    first,
     linear_attention,
     padding,
     relative_bias,
     sliding_window,
     softcap,
 )  # fmt: skip
+from regard.masks import between, dense, first
 from regard.measures import Contribution, Sum
+from regard.score_mods import bias
 from regard.tiling import use_tile_sizes
 
 torch = pytest.importorskip("torch")

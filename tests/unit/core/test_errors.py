@@ -16,7 +16,8 @@ from regard import ArgumentError, ArgumentTypeError, AttentionMatrix, RegardErro
 from tests.helpers.wrong_calls import BUILTIN, OTHER_ERRORS, WRONG, key
 
 CLASSES = {name: kind for kind, names in OTHER_ERRORS.items() for name in names}
-FUNCTIONS = [getattr(regard, name) for name in regard.__all__] + [*vars(AttentionMatrix).values()]
+PLACES = (regard, regard.masks, regard.score_mods)
+FUNCTIONS = [getattr(it, name) for it in PLACES for name in it.__all__] + [*vars(AttentionMatrix).values()]
 KEYWORDS = {name for it in FUNCTIONS if inspect.isfunction(it) for name in inspect.signature(it).parameters}
 
 

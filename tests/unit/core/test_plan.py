@@ -22,9 +22,6 @@ from regard import (  # noqa: E402
     alibi,
     attention,
     causal,
-    dense,
-    document,
-    first,
     padding,
     sliding_window,
     softcap,
@@ -33,6 +30,7 @@ from regard.core.planner import MAX_EXTRA_COLUMNS, make_plan  # noqa: E402
 from regard.core.products import Product  # noqa: E402
 from regard.engines import torch_kernels as _torch_kernels  # noqa: E402
 from regard.engines.native import find_instruction_set, use_instruction_set  # noqa: E402
+from regard.masks import dense, document, first  # noqa: E402
 from regard.measures import MaxWeight, Sum  # noqa: E402
 from regard.tiling import use_tile_sizes  # noqa: E402
 

@@ -47,19 +47,20 @@ ERRORS = {
     "measure: received the class Entropy; expected measures such as Entropy() or TopK(8). Pass an instance: "
     "Entropy(…).": lambda: A.measure(Entropy),
     "measure: received results with the names entropy, entropy; expected a unique name for each result. Rename one "
-    "with a keyword: A.measure(Mass(first(1)), near=Mass(sliding_window(64))).": (
+    "with a keyword: A.measure(Mass(regard.masks.first(1)), near=Mass(sliding_window(64))).": (
         lambda: A.measure(Entropy(), Entropy())
     ),
-    "mask: received int 3; expected a mask such as regard.causal(). Wrap it: dense(array) for booleans, True = attend; "
-    "numbers to add are score_mod=bias(array).": lambda: attention(EYE, EYE, mask=3),
-    "mask: received the function len; expected a mask such as regard.causal(). Functions are not accepted; subclass "
-    "regard.Mask, or pass dense(array) for booleans, True = attend; numbers to add are score_mod=bias(array).": (
+    "mask: received int 3; expected a mask such as regard.causal(). Wrap it: regard.masks.dense(array) for booleans, "
+    "True = attend; numbers to add are score_mod=regard.score_mods.bias(array).": lambda: attention(EYE, EYE, mask=3),
+    "mask: received the function len; expected a mask such as regard.causal(). Wrap a function of b, h, q_idx and "
+    "kv_idx: mask=regard.mask(function).": (
         lambda: attention(EYE, EYE, mask=len)
     ),
-    "mask: received the function causal; expected a mask such as regard.causal(). Call it: causal().": (
+    "mask: received the function causal; expected a mask such as regard.causal(). Call it: regard.causal().": (
         lambda: attention(EYE, EYE, mask=causal)
     ),
-    "score_mod: received int 3; expected regard.softcap, alibi, bias or relative_bias. Wrap it: bias(array).": (
+    "score_mod: received int 3; expected regard.softcap, regard.alibi, regard.relative_bias or regard.score_mods.bias. "
+    "Wrap it: regard.score_mods.bias(array).": (
         lambda: attention(EYE, EYE, score_mod=3)
     ),
     "attention: received sink as an array of <U1 with shape (1,); expected real numbers. Convert it first: "

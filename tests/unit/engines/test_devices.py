@@ -24,20 +24,17 @@ from regard import (  # noqa: E402
     TopK,
     alibi,
     attention,
-    bias,
     causal,
-    dense,
-    document,
-    first,
     linear_attention,
     padding,
-    prefix,
     relative_bias,
     rope,
     sliding_window,
     softcap,
 )  # fmt: skip
 from regard.engines.compensated import CompensatedSum, resolve_sums  # noqa: E402
+from regard.masks import dense, document, first, prefix  # noqa: E402
+from regard.score_mods import bias  # noqa: E402
 from regard.tiling import tile_sizes, use_tile_sizes  # noqa: E402
 from tests.helpers import cuda_double, device_cases, pretend_device  # noqa: E402
 from tests.helpers.nightly import keep_in_ci  # noqa: E402

@@ -21,18 +21,15 @@ from regard import (  # noqa: E402
     TopK,
     alibi,
     attention,
-    bias,
     causal,
-    dense,
-    document,
-    first,
     padding,
-    prefix,
     sliding_window,
     softcap,
 )
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_lowering as lowering  # noqa: E402
+from regard.masks import dense, document, first, prefix  # noqa: E402
+from regard.score_mods import bias  # noqa: E402
 from regard.tiling import tile_sizes  # noqa: E402
 from tests.helpers.tensors import draw  # noqa: E402
 

@@ -123,8 +123,8 @@ def test_a_mask_of_ones_own_combines_in_any_order() -> None:
             return (kv_hi - kv_lo > 1) | (kv_lo % 2 == 0), np.zeros(len(kv_lo), bool)  # a plain tuple
 
     expected = ["10000", "10000", "10100", "10100", "10101"]
-    for mask in (Even() & causal(), causal() & Even(), ~(~Even() | ~causal())):
-        A = regard.attention(np.zeros((5, 3)), np.zeros((5, 3)), mask=mask)
+    for combined in (Even() & causal(), causal() & Even(), ~(~Even() | ~causal())):
+        A = regard.attention(np.zeros((5, 3)), np.zeros((5, 3)), mask=combined)
         assert format_rows(A.to_dense() > 0) == expected
         np.testing.assert_allclose(A @ np.eye(5), A.to_dense(), atol=1e-15)
 
