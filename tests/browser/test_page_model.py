@@ -598,11 +598,11 @@ def test_the_address_keeps_the_state(cat, show):
 # -- Other models -----------------------------------------------------------------------------------------
 
 
-def check_pairs(tab, page, recording, pairs, tokens=None, key_tokens=None, batch=0) -> None:
+def check_pairs(tab, page, recording, pairs, tokens=None, query_tokens=None, batch=0) -> None:
     """Compare every head at some pairs of positions, on screen and in Python."""
     for query, key in pairs:
         found = look(tab, f"#{query}", f"#{key}")
-        table = recording.find(query, key, tokens, key_tokens=key_tokens, batch=batch)
+        table = recording.find(query, key, tokens, query_tokens=query_tokens, batch=batch)
         wanted = {head_key(row) for row in table}
         check_hits([hit for hit in found if hit["head"] in wanted], table, stated(page))
 
@@ -624,7 +624,7 @@ def test_attention_from_one_sequence_to_another(show):
     tiny = TINY["T5"]
     recording = watched(tiny.build(), **tiny.inputs("none", batch=1))
     source, target = list("abcdefghijk"), list("ABCDEFG")
-    page = recording.page(target, key_tokens=source)
+    page = recording.page(source, query_tokens=target)
     tab = show(page)
     assert set(tab.locator(".kind").all_text_contents()) == {
         "encoder SelfAttention",
@@ -632,7 +632,7 @@ def test_attention_from_one_sequence_to_another(show):
         "decoder EncDecAttention",
     }
     error = stated(page)
-    check_hits(look(tab, "F", "h"), recording.find("F", "h", target, key_tokens=source), error)
+    check_hits(look(tab, "F", "h"), recording.find("F", "h", source, query_tokens=target), error)
     check_hits(look(tab, "h", "c"), recording.find("h", "c", source), error)
     check_hits(look(tab, "F", "B"), recording.find("F", "B", target), error)
 

@@ -51,13 +51,13 @@ class LookRun:
     title: str
 
     @property
-    def tokens(self) -> list[str] | None:
+    def decoder_tokens(self) -> list[str] | None:
         """The tokens of the decoder, or of the only sequence; None without a text."""
         tokens = self.inputs.decoder_tokens if self.generated is None else self.generated.tokens
         return list(tokens) or None
 
     @property
-    def key_tokens(self) -> list[str] | None:
+    def encoder_tokens(self) -> list[str] | None:
         """The tokens or the times of the encoder's frames; None without an encoder beside the decoder."""
         if not self.inputs.is_encoder_decoder:
             return None
@@ -110,10 +110,13 @@ def look(
     run, record = _run(printer, model, options, (text, image, audio), generate)
     with printer.progress("Drawing the heads" if as_picture else "Building the page"):
         if as_picture:
-            figure = draw_heads(run.recording, run.title, image=run.inputs.image, has_text=bool(run.tokens))
+            figure = draw_heads(run.recording, run.title, image=run.inputs.image, has_text=bool(run.decoder_tokens))
         else:
             pictured = {} if run.inputs.image is None else {"image": run.inputs.image}
-            page = run.recording.page(run.tokens, key_tokens=run.key_tokens, title=run.title, **pictured)
+            tokens: dict[str, Any] = {"tokens": run.decoder_tokens}
+            if run.inputs.is_encoder_decoder:
+                tokens = {"tokens": run.encoder_tokens, "query_tokens": run.decoder_tokens}
+            page = run.recording.page(**tokens, title=run.title, **pictured)
     if as_picture:
         save_file(printer, run.title, output, show, record, figure.savefig)
     else:
@@ -186,7 +189,7 @@ def _run(
     look_run = LookRun(inputs, recording, generated, f"{shorten_path(model)} on {inputs.description}")
     record["inputs"] = description
     record["notes"] += inputs.notes
-    record["tokens"] = len(look_run.tokens or ())
+    record["tokens"] = len(look_run.decoder_tokens or ())
     if text is not None:
         record["text_tokens"] = text.full_length
     if generated is not None:

@@ -50,7 +50,7 @@ def intervene(
     edits: Edit | Iterable[Edit],
     *,
     tokens: Any = None,
-    key_tokens: Any = None,
+    query_tokens: Any = None,
     record: bool = False,
     values: bool = False,
 ) -> Intervention:
@@ -70,9 +70,9 @@ def intervene(
     Args:
         model: The model, as in `regard.watch`.
         edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`.
-        tokens: Tokens of the sequence, (n,) or (batch, n), in which texts are looked up. For cross-attention, those of
-            the queries.
-        key_tokens: Tokens of the keys of cross-attention.
+        tokens: Tokens in which texts are looked up: of the keys, (n,) or (batch, n), and of the queries if they are the
+            same sequence. Of an encoder-decoder model, the tokens that the encoder reads.
+        query_tokens: Tokens of the queries of cross-attention, which the decoder reads.
         record: Record the attention after the edits, as `regard.watch` does: `run.recording`.
         values: Record value and output as well.
 
@@ -101,8 +101,8 @@ def intervene(
     """
     check_model(model, "intervene")
     listed = as_edits(edits, "intervene")
-    texts, key_texts = (
-        None if given is None else as_token_lists(given, "intervene") for given in (tokens, key_tokens)
+    texts, query_texts = (
+        None if given is None else as_token_lists(given, "intervene") for given in (tokens, query_tokens)
     )
     names = [name for name, _ in model.named_modules()]
     for edit in listed:
@@ -114,7 +114,7 @@ def intervene(
                     expected="names of modules of the model, patterns that match some, or numbers of layers",
                     hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
                 )
-    bound = [BoundEdit(edit, texts, key_texts) for edit in listed]
+    bound = [BoundEdit(edit, texts, query_texts) for edit in listed]
     return Intervention(model, bound, CaptureOptions(values=values) if record or values else None)
 
 

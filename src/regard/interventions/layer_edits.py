@@ -41,7 +41,7 @@ from regard.interventions.placement import (
     resolve_positions,
     select_entries,
 )
-from regard.lens.token_rows import TokenRows
+from regard.lens.token_rows import TokenRows, order_sequences
 from regard.masks import Mask, between
 from regard.problem import Problem, broadcast_index
 from regard.score_mods import ScoreMod
@@ -56,7 +56,7 @@ class BoundEdit(NamedTuple):
 
     edit: Edit
     tokens: list[list[Any]] | None = None
-    key_tokens: list[list[Any]] | None = None  # of cross-attention
+    query_tokens: list[list[Any]] | None = None  # of the queries of cross-attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +171,10 @@ class LayerEdits:
         """
         edit, placement, pairs = entry.edit, self.placement, self._select(entry.edit)
         lengths = {"queries": placement.num_queries, "keys": placement.num_keys}
-        of_keys = entry.key_tokens if placement.is_cross_attention else entry.tokens
-        tokens = {"queries": entry.tokens, "keys": of_keys}
+        of_queries, of_keys = entry.query_tokens, entry.tokens
+        if not placement.is_cross_attention:
+            of_queries = of_keys = order_sequences(self.name, entry.tokens, entry.query_tokens)[0]
+        tokens = {"queries": of_queries, "keys": of_keys}
         has_texts = any(
             len(tokens[parameter] or ()) > 1
             and any(isinstance(position, str) for position in list_entries(positions))

@@ -304,7 +304,7 @@ class Alignment:
 
 def compute_alignment(
     layer_calls: Sequence[LayerCall],
-    tokens: Any,
+    ids: Any,
     heads: Any,
     *,
     prompt: int | None,
@@ -325,7 +325,7 @@ def compute_alignment(
         )
     pairs = _parse_heads(heads)
     by_layer = _select_calls(layer_calls, sorted({layer for layer, _ in pairs}, key=str))
-    ids = _select_entry(as_token_lists(tokens, OPERATION), batch)
+    ids = _select_entry(as_token_lists(ids, OPERATION), batch)
     chosen = {layer: _select_call(calls, len(ids), prompt, call) for layer, calls in by_layer.items()}
     total: Any = 0.0
     for layer, head in pairs:

@@ -81,7 +81,7 @@ def find_heads(
     query: Any,
     key: Any,
     tokens: Any,
-    key_tokens: Any,
+    query_tokens: Any,
     batch: int,
     by: str,
     projections: OutputProjections,
@@ -100,23 +100,26 @@ def find_heads(
             hint='By "contribution", a weight counts as much as the value that it carries.',
         )
     table = Table()
-    lengths: set[int] = set()
+    misfits: list[tuple[list[list[Any]], str, int]] = []  # tokens whose number does not fit a layer
     out_of_range: IndexOutOfRangeError | None = None
-    query_lists = None if tokens is None else as_token_lists(tokens, operation)
-    key_lists = query_lists if key_tokens is None else as_token_lists(key_tokens, operation)
+    key_lists = None if tokens is None else as_token_lists(tokens, operation)
+    query_lists = key_lists if query_tokens is None else as_token_lists(query_tokens, operation)
     for layer, module, index, call in layer_calls:
         require_weights(call, operation)
         query_offset = TokenRows.from_call(call).query_offset
         *lead, q_len, kv_len = call.shape
         is_cross_attention = query_offset is None
-        if is_cross_attention != (key_tokens is not None) and query_lists is not None:
+        if is_cross_attention != (query_tokens is not None) and query_lists is not None:
             continue  # the tokens belong to layers of the other kind
         batch_size = math.prod(lead[:-1])
-        lengths.add(kv_len)
         own_len = q_len if is_cross_attention else kv_len
         of_query = entry_tokens(query_lists, batch_size, own_len, batch, operation)
         of_key = entry_tokens(key_lists, batch_size, kv_len, batch, operation)
-        if (query_lists is not None and of_query is None) or (key_lists is not None and of_key is None):
+        if query_lists is not None and of_query is None:
+            misfits.append((query_lists, "query" if is_cross_attention else "key", own_len))
+            continue
+        if key_lists is not None and of_key is None:
+            misfits.append((key_lists, "key", kv_len))
             continue
         offset = query_offset or 0
         try:
@@ -150,13 +153,14 @@ def find_heads(
     if not table and layer_calls:
         if out_of_range is not None:
             raise out_of_range
-        if query_lists and lengths:
-            raise token_count_error(operation, query_lists, lengths)
+        if misfits:
+            lists, role, _ = misfits[0]
+            raise token_count_error(operation, lists, {entry[2] for entry in misfits if entry[1] == role}, role)
         raise ArgumentError(
             operation,
             received="tokens that belong to none of the recorded layers",
             expected="tokens of the sequence that a layer reads",
-            hint="For cross-attention pass both: tokens= of the decoder, key_tokens= of the encoder.",
+            hint="For cross-attention pass both: tokens= of the encoder, query_tokens= of the decoder.",
         )
     return table.sort(by)
 

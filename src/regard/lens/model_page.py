@@ -17,7 +17,7 @@ from regard.errors import ArgumentError, IndexOutOfRangeError, RegardError
 from regard.findings import Finding, Findings
 from regard.lens.find import as_numpy, select_batch_entry, select_layers
 from regard.lens.head_table import measure_heads
-from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
+from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, order_sequences, token_count_error
 from regard.measures import Coarse
 from regard.pages.encoding import encode_overview, live_cells
 from regard.pages.html import Page, build_page
@@ -125,7 +125,7 @@ def build_model_page(
     findings: Findings,
     *,
     tokens: Any,
-    key_tokens: Any,
+    query_tokens: Any,
     batch: int,
     layers: str | Sequence[str] | None,
     heads: Sequence[int] | None,
@@ -133,10 +133,10 @@ def build_model_page(
     max_bytes: int,
 ) -> Page:
     """Build the page of `Recording.page`; the arguments are those of the method."""
-    token_lists, key_lists = (
-        None if given is None else as_token_lists(given, OPERATION) for given in (tokens, key_tokens)
+    token_lists, query_lists = (
+        None if given is None else as_token_lists(given, OPERATION) for given in (tokens, query_tokens)
     )
-    shown = build_page_layers(select_calls(layer_calls, layers), token_lists, key_lists, heads, batch)
+    shown = build_page_layers(select_calls(layer_calls, layers), token_lists, query_lists, heads, batch)
     modules = {layer.module for layer in shown}
     texts: dict[tuple[str, ...], int] = {}
     measures = [name for name in CAPTIONS if any(name in layer.measures for layer in shown)]
@@ -252,7 +252,7 @@ def select_calls(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] |
 def build_page_layers(
     layer_calls: Sequence[LayerCall],
     tokens: TokenLists,
-    key_tokens: TokenLists,
+    query_tokens: TokenLists,
     heads: Sequence[int] | None,
     batch: int,
 ) -> list[PageLayer]:
@@ -264,7 +264,9 @@ def build_page_layers(
         num_heads, batch_size = lead[-1] if lead else 1, math.prod(lead[:-1])
         matrix = select_batch_entry(call, batch, OPERATION)  # checks `batch` before the pass
         token_rows = TokenRows.from_call(call)
-        of_query, of_key = _fit_to_call(call, token_rows, tokens, key_tokens)
+        of_query, of_key = fit_to_call(
+            call, tokens, query_tokens, is_cross_attention=token_rows.query_offset is None
+        )
         cells = map_cells(q_len, kv_len)
         shared = of_key if token_rows.query_offset is not None else None
         columns, results = measure_heads(
@@ -295,7 +297,7 @@ def build_page_layers(
                 groups=call.groups,
             )
         )
-    check_shown(shown, layer_calls, heads, tokens)
+    check_shown(shown, layer_calls, heads, tokens or query_tokens)
     return shown
 
 
@@ -323,8 +325,8 @@ def check_shown(
         raise token_count_error(OPERATION, tokens, {layer.shape[1] for layer in shown})
 
 
-def _fit_to_call(
-    call: Call, token_rows: TokenRows, tokens: TokenLists, key_tokens: TokenLists
+def fit_to_call(
+    call: Call, tokens: TokenLists, query_tokens: TokenLists, *, is_cross_attention: bool
 ) -> tuple[TokenLists, TokenLists]:
     """Return the tokens of the queries and of the keys, None if their number does not fit."""
     *lead, q_len, kv_len = call.shape
@@ -332,12 +334,12 @@ def _fit_to_call(
     def fit(lists: TokenLists, length: int) -> TokenLists:
         return None if lists is None else fit_tokens(lists, math.prod(lead[:-1]), length)
 
-    if token_rows.query_offset is None:
-        return fit(tokens, q_len), fit(key_tokens, kv_len)
-    # Both sequences may have the same length; an encoder reads the one that cross-attention takes its keys from.
-    is_encoder = "encoder" in call.name and "decoder" not in call.name
-    lists = (key_tokens, tokens) if is_encoder and key_tokens is not None else (tokens, key_tokens)
-    fitted = fit(lists[0], kv_len) or fit(lists[1], kv_len)
+    if is_cross_attention:
+        of_key = fit(tokens, kv_len)
+        # Tokens that are not those of the keys belong to the queries: the keys may be patches of an image or sound.
+        return fit(tokens if query_tokens is None and of_key is None else query_tokens, q_len), of_key
+    own, other = order_sequences(call.name, tokens, query_tokens)  # both may have the same length
+    fitted = fit(own, kv_len) or fit(other, kv_len)
     return fitted, fitted
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,10 +34,11 @@ from regard.lens.model_page import (
     ShownCall,
     check_shown,
     choose_heads,
+    fit_to_call,
     select_calls,
     stack_names,
 )
-from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens
+from regard.lens.token_rows import TokenRows, as_token_lists
 from regard.pages.encoding import LEVEL_DECADES, encode_array, encode_levels
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
@@ -226,6 +226,7 @@ def build_image_page(
     image: Any,
     grid: PatchGrid | Sequence[PatchGrid] | None,
     tokens: Any,
+    query_tokens: Any,
     batch: int,
     layers: str | Sequence[str] | None,
     heads: Sequence[int] | None,
@@ -248,7 +249,7 @@ def build_image_page(
             expected=f"{count}, in the order in which the processor was given them",
             hint="Pass a list, image=[first, second], or choose another batch entry with batch=.",
         )
-    shown = _build_layers(found, tokens, heads)
+    shown = _build_layers(found, tokens, query_tokens, heads)
     max_bytes = MAX_BYTES if max_bytes is None else max_bytes
     name = escape_unprintable(title or "Attention over an image")
     lists: dict[tuple[tuple[int, str], ...], int] = {}
@@ -487,17 +488,13 @@ def _apply_grids(selected: Sequence[LayerCall], grids: list[PatchGrid], batch: i
     return [LayerImages(entry, batch, dict(enumerate(grids))) for entry in fitting]
 
 
-def _fit_tokens(tokens: list[list[Any]] | None, batch: int, entry: int, length: int) -> list[Any] | None:
-    """Return the tokens of a batch entry, None if their number does not fit."""
-    fitted = None if tokens is None else fit_tokens(tokens, batch, length)
-    return None if fitted is None else fitted[entry]
-
-
 def _build_layers(
-    found: Sequence[LayerImages], tokens: Any, heads: Sequence[int] | None
+    found: Sequence[LayerImages], tokens: Any, query_tokens: Any, heads: Sequence[int] | None
 ) -> list[PictureLayer]:
-    token_lists = None if tokens is None else as_token_lists(tokens, OPERATION)
-    shown, has_tokens = [], False
+    token_lists, query_lists = (
+        None if given is None else as_token_lists(given, OPERATION) for given in (tokens, query_tokens)
+    )
+    shown: list[PictureLayer] = []
     for (layer, module, _, call), entry, grids, is_vision in found:
         matrix = select_batch_entry(call, entry, OPERATION)
         q_len, kv_len = call.shape[-2:]
@@ -507,11 +504,7 @@ def _build_layers(
         first = TokenRows.from_call(call).query_offset
         if is_vision and q_len != kv_len:  # a pooling head, whose query looks like the last token of a text
             first = None
-        batch_size = math.prod(call.shape[:-3])
-        key_tokens, query_tokens = (
-            _fit_tokens(token_lists, batch_size, entry, length) for length in (kv_len, q_len)
-        )
-        has_tokens = has_tokens or key_tokens is not None or query_tokens is not None
+        of_query, of_key = fit_to_call(call, token_lists, query_lists, is_cross_attention=first is None)
         shown.append(
             PictureLayer(
                 module=module,
@@ -521,12 +514,12 @@ def _build_layers(
                 first=first,
                 grids=grids,
                 is_split=len(grids) == 1 and sum(other.layer_call.module == module for other in found) > 1,
-                key_tokens=key_tokens,
-                query_tokens=query_tokens if first is None else None,
+                query_tokens=None if of_query is None else of_query[entry],
+                key_tokens=None if of_key is None else of_key[entry],
                 matrix=matrix,
                 head_dim=int(call.query.shape[-1]),
                 groups=call.groups,
             )
         )
-    check_shown(shown, [images.layer_call for images in found], heads, None if has_tokens else token_lists)
+    check_shown(shown, [images.layer_call for images in found], heads, token_lists or query_lists)
     return shown

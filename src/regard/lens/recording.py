@@ -379,7 +379,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         key: Any,
         tokens: Any = None,
         *,
-        key_tokens: Any = None,
+        query_tokens: Any = None,
         batch: int = 0,
         by: Literal["weight", "contribution"] = "weight",
     ) -> Table:
@@ -396,8 +396,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             query: Text of the attending token, or its position. The tokenizer's mark of a word start (Ġ, ▁) may be
                 omitted.
             key: Text or position of the token attended to.
-            tokens: Tokens of the sequence, (n,) or (batch, n); for cross-attention, those of the queries.
-            key_tokens: Tokens of the keys, for cross-attention.
+            tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence.
+            query_tokens: Tokens of the queries of cross-attention. If given, only cross-attention is searched.
             batch: The batch entry.
             by: "weight", or "contribution", which needs a recording with `watch(values=True)`.
 
@@ -420,7 +420,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         """
         with torch.no_grad():
             return find_heads(
-                self._layer_calls(), query, key, tokens, key_tokens, batch, by, self._projections
+                self._layer_calls(), query, key, tokens, query_tokens, batch, by, self._projections
             )
 
     def span_mass(
@@ -500,7 +500,7 @@ class Recording(Mapping[str, AttentionMatrix]):
 
     def align(
         self,
-        tokens: Any,
+        ids: Any,
         *,
         heads: Sequence[tuple[int | str, int]],
         prompt: int | None = None,
@@ -519,7 +519,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         computed at a time.
 
         Args:
-            tokens: Ids of the generated tokens without the prompt, as Whisper's `generate()` returns them, (n,) or
+            ids: Ids of the generated tokens without the prompt, as Whisper's `generate()` returns them, (n,) or
                 (batch, n). Padding at the end can be cut off.
             heads: Pairs of decoder layer and head. Whisper's are `model.generation_config.alignment_heads`. A layer is
                 the number in the name of its module, or the name.
@@ -542,7 +542,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         with torch.no_grad():
             return compute_alignment(
                 self._layer_calls(),
-                tokens,
+                ids,
                 heads,
                 prompt=prompt,
                 frames=frames,
@@ -613,7 +613,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         self,
         tokens: Any = None,
         *,
-        key_tokens: Any = None,
+        query_tokens: Any = None,
         image: Any = None,
         grid: PatchGrid | Sequence[PatchGrid] | None = None,
         batch: int = 0,
@@ -637,8 +637,10 @@ class Recording(Mapping[str, AttentionMatrix]):
         the heads lie over it, for every layer that read it.
 
         Args:
-            tokens: Tokens of queries and keys, (n,) or (batch, n).
-            key_tokens: Tokens of the keys of cross-attention.
+            tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence. Of an
+                encoder-decoder model, the tokens that the encoder reads.
+            query_tokens: Tokens of the queries of cross-attention, which the decoder reads. Default: `tokens`, if
+                their number fits the queries and not the keys.
             image: The image that the model read: a path, a Pillow image or an array, or a list of all images of the
                 batch entry. It is stretched over the patches; if the processor crops, pass
                 `regard.images.undo_normalisation(pixel_values[0], processor)`.
@@ -676,6 +678,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                     image=image,
                     grid=grid,
                     tokens=tokens,
+                    query_tokens=query_tokens,
                     max_bytes=max_bytes,
                     **chosen,
                 )
@@ -683,7 +686,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                 self._layer_calls(),
                 self.diagnose(tokens) if findings is None else findings,
                 tokens=tokens,
-                key_tokens=key_tokens,
+                query_tokens=query_tokens,
                 max_bytes=40_000_000 if max_bytes is None else max_bytes,
                 **chosen,
             )

@@ -151,13 +151,24 @@ def fit_tokens(tokens: list[list[Any]], batch: int, length: int) -> list[list[An
     return [row[:length] for row in rows]
 
 
-def token_count_error(operation: str, tokens: list[list[Any]], lengths: set[int]) -> ArgumentError:
-    """Build the error for tokens that fit no layer."""
+def order_sequences(name: str, tokens: Any, query_tokens: Any) -> tuple[Any, Any]:
+    """Return the tokens that a layer of self-attention reads first, then those of the other sequence.
+
+    Of two sequences, an encoder reads the one that cross-attention takes its keys from.
+    """
+    is_encoder = "encoder" in name and "decoder" not in name
+    return (tokens, query_tokens) if is_encoder or query_tokens is None else (query_tokens, tokens)
+
+
+def token_count_error(
+    operation: str, tokens: list[list[Any]], lengths: set[int], role: str = "key"
+) -> ArgumentError:
+    """Build the error for tokens that fit no layer, as tokens of its keys or queries."""
     counts = sorted({len(row) for row in tokens})
     entries = "1 batch entry" if len(tokens) == 1 else f"{len(tokens)} batch entries"
     return ArgumentError(
         operation,
         received=f"{' or '.join(map(str, counts))} tokens for {entries}",
-        expected=f"one token for each key of a layer: {' or '.join(map(str, sorted(lengths)))}",
+        expected=f"one token for each {role} of a layer: {' or '.join(map(str, sorted(lengths)))}",
         hint="Pass every token the model read, special tokens and padding included.",
     )

@@ -59,6 +59,29 @@ def test_cross_attention_edits_in_beam_search(name, beams):
     check_edit(model, edit, draw_tokens(2, 11), num_beams=beams)
 
 
+@pytest.mark.parametrize(
+    "layer, queries, keys",
+    [
+        (CROSS["T5"], "D2", "E5"),
+        ("decoder.block.1.layer.0.SelfAttention", "D2", "D1"),
+        ("encoder.block.1.layer.0.SelfAttention", "E5", "E2"),
+    ],
+)
+def test_texts_of_two_sequences(layer, queries, keys):
+    """`tokens` are the encoder's, `query_tokens` the decoder's, in every layer."""
+    model, source, target = build("T5"), draw_tokens(1, 7), draw_tokens(1, 4)
+    names = {"tokens": [f"E{i}" for i in range(7)], "query_tokens": [f"D{i}" for i in range(4)]}
+    logits = []
+    for by_text in (True, False):
+        places = (queries, keys) if by_text else (int(queries[1:]), int(keys[1:]))
+        edit = knockout(layer, queries=places[0], keys=places[1])
+        with torch.no_grad(), regard.intervene(model, edit, **(names if by_text else {})):
+            logits.append(model(input_ids=source, decoder_input_ids=target).logits)
+    with torch.no_grad():
+        plain = model(input_ids=source, decoder_input_ids=target).logits
+    assert torch.equal(*logits) and not torch.equal(logits[0], plain)
+
+
 @pytest.mark.parametrize("edits_self_attention", [False, True])
 def test_cross_attention_edits_beside_edited_self_attention(edits_self_attention):
     """The rows of cross-attention are those of the self-attention before it, edited or not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,10 @@ def t5():
         vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
     )
     return transformers.T5Model(config).eval()
+
+
+def read_record(page) -> dict:
+    return json.loads(re.search(r'id="record">(.*?)</script>', page.html)[1])
 
 
 def watched(model, *args, **kwargs):
@@ -113,12 +118,39 @@ def test_batch_entries_have_their_own_tokens():
 
 def test_cross_attention():
     recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
-    table = recording.find("z", "c", tokens=["x", "y", "z"], key_tokens=list("abcde"))
+    table = recording.find("z", "c", tokens=list("abcde"), query_tokens=["x", "y", "z"])
     assert {row["module"].split(".")[-1] for row in table} == {"EncDecAttention"}
     assert {(row["query"], row["key"]) for row in table} == {(2, 2)}
+    assert recording.find("z", 2, query_tokens=["x", "y", "z"]) == table
+    for wrong in ({"tokens": list("abcd")}, {"query_tokens": ["x", "z"]}):
+        given = {"tokens": list("abcde"), "query_tokens": ["x", "y", "z"]} | wrong
+        count, role = (4, "key of a layer: 5") if "tokens" in wrong else (2, "query of a layer: 3")
+        with pytest.raises(ArgumentError, match=rf"received {count} tokens .* each {role}"):
+            recording.find("z", "c", **given)
     inside = recording.find("e", "a", tokens=list("abcde"))
     assert all(row["module"].startswith("encoder.") for row in inside) and len(inside) == 4
     assert {row["module"].split(".")[0] for row in recording.find(4, 4)} == {"encoder"}
+
+
+@needs_t5_attention
+def test_a_page_labels_two_sequences():
+    source, target = list("abcde"), ["x", "y", "z"]
+    recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
+
+    def labels(*tokens, **named):
+        """Return the texts of queries and keys of each kind of layer on the page."""
+        record = read_record(recording.page(*tokens, **named))
+        texts = [*record["texts"], None]
+        found = {}
+        for layer in record["layers"]:
+            side, kind = layer["module"].split(".")[0], layer["module"].split(".")[-1]
+            number = [-1 if layer[name] is None else layer[name] for name in ("query_text", "key_text")]
+            found[f"{side} {kind}"] = tuple(texts[i] for i in number)
+        return list(found.values())  # of the encoder, the decoder, and cross-attention
+
+    assert labels(source, query_tokens=target) == [(source,) * 2, (target,) * 2, (target, source)]
+    assert labels(source) == [(source,) * 2, (None,) * 2, (None, source)]
+    assert labels(query_tokens=target) == labels(target) == [(None,) * 2, (target,) * 2, (target, None)]
 
 
 def test_generated_tokens_are_searched():
@@ -154,8 +186,8 @@ def test_missing_tokens_raise_with_a_hint():
         recording.find(9, 0)
     with pytest.raises(ArgumentTypeError, match="the text of a token, or its position"):
         recording.find(1.5, 0)
-    with pytest.raises(ArgumentError, match=r"key_tokens= of the encoder"):
-        recording.find("cat", "the", tokens, key_tokens=tokens)
+    with pytest.raises(ArgumentError, match=r"query_tokens= of the decoder"):
+        recording.find("cat", "the", tokens, query_tokens=tokens)
     with (
         pytest.warns(regard.lens.EmptyRecordingWarning),
         regard.watch(bert(), measures="default") as measured,
