@@ -31,7 +31,7 @@ COMMANDS = (
 )
 OPTIONS = (
     *("--query", "--head", "--causal", "--json", "--csv", "--output", "-o", "--text", "-t", "--file", "-f"),
-    *("--answer", "--wrong", "--to", "--keys", "--top", "-n", "--by", "--layers", "--max-tokens", "--dtype"),
+    *("--answer", "--wrong", "--baseline", "--keys", "--top", "-n", "--by", "--layers", "--max-tokens", "--dtype"),
     *(
         "--class",
         "--solution",

@@ -63,7 +63,7 @@ class DrawnEdit:
             )
             return rescore(layer, **where, score_mod=score_mod)
         if self.kind == "ablate":
-            return ablate(layer, **where, to=self.parameter, queries=self.queries)
+            return ablate(layer, **where, baseline=self.parameter, queries=self.queries)
         return patch(layer, **where, source=source, what=self.parameter, queries=self.queries)
 
     # -- By definition

@@ -276,8 +276,9 @@ def effects(
             "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: all others."
         ),
     ] = None,
-    to: Annotated[
-        Literal["zero", "mean"], typer.Option("--to", help="What the output of a head is replaced by.")
+    baseline: Annotated[
+        Literal["zero", "mean"],
+        typer.Option("--baseline", help="What the output of a head is replaced by."),
     ] = "zero",
     keys: Annotated[
         str | None,
@@ -305,7 +306,7 @@ def effects(
             loaded.model,
             text.ids,
             metric,
-            to=to,
+            baseline=baseline,
             keys=_parse_span(keys),
             layers=options.layers or None,
             tokens=text.tokens,

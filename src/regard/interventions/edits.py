@@ -108,7 +108,7 @@ class RescoreEdit(Edit):
 class AblateEdit(Edit):
     """Heads whose output is replaced or scaled."""
 
-    to: Literal["zero", "mean"] | Recording | HeadMeans | float = "zero"
+    baseline: Literal["zero", "mean"] | Recording | HeadMeans | float = "zero"
     queries: Positions = None
 
 
@@ -213,7 +213,7 @@ def ablate(
     layers: Layers = None,
     *,
     heads: Heads = None,
-    to: Literal["zero", "mean"] | Recording | float = "zero",
+    baseline: Literal["zero", "mean"] | Recording | float = "zero",
     queries: Positions = None,
     batch: Heads = None,
 ) -> Edit:
@@ -222,7 +222,7 @@ def ablate(
     Args:
         layers: Layers, as in `knockout`.
         heads: Query heads. Default: all.
-        to: "zero"; "mean", the mean of the head's output over the tokens of this run, without padding; a recording made
+        baseline: "zero"; "mean", the mean of the head's output over the tokens of this run, without padding; a recording made
             with `watch(values=True)`, for the mean over its tokens; or a number that the output is multiplied by.
         queries: Tokens at which the output is replaced, as in `knockout`. Default: all.
         batch: Batch entries. Default: all.
@@ -231,23 +231,23 @@ def ablate(
         The edit.
 
     Raises:
-        ArgumentError: If `to` is none of these.
+        ArgumentError: If `baseline` is none of these.
         ArgumentTypeError: If another argument has the wrong type.
 
-    >>> ablate(0, heads=1, to="mean"), ablate(to=0.5)
-    (ablate(layers=0, heads=1, to='mean'), ablate(to=0.5))
+    >>> ablate(0, heads=1, baseline="mean"), ablate(baseline=0.5)
+    (ablate(layers=0, heads=1, baseline='mean'), ablate(baseline=0.5))
     """
-    if getattr(to, "ndim", None) == 0 and not getattr(to, "requires_grad", False):
-        to = to.item()  # type: ignore[union-attr] # a scalar of NumPy or torch
-    is_number = isinstance(to, Real) and not isinstance(to, bool)
-    if not (is_number or isinstance(to, Recording) or (isinstance(to, str) and to in ("zero", "mean"))):
+    if getattr(baseline, "ndim", None) == 0 and not getattr(baseline, "requires_grad", False):
+        baseline = baseline.item()  # type: ignore[union-attr] # a scalar of NumPy or torch
+    is_number = isinstance(baseline, Real) and not isinstance(baseline, bool)
+    if not (is_number or isinstance(baseline, Recording) or (isinstance(baseline, str) and baseline in ("zero", "mean"))):
         raise ArgumentError(
             "ablate",
-            received=f"to={to!r}" if isinstance(to, str) else f"to as {describe_argument(to)}",
+            received=f"baseline={baseline!r}" if isinstance(baseline, str) else f"baseline as {describe_argument(baseline)}",
             expected='"zero", "mean", a recording, or a number to multiply by',
             hint="For the output of another run at the same positions use patch(source=recording, what='output').",
         )
-    return AblateEdit(layers=layers, heads=heads, batch=batch, to=to, queries=queries)
+    return AblateEdit(layers=layers, heads=heads, batch=batch, baseline=baseline, queries=queries)
 
 
 def patch(

@@ -52,7 +52,7 @@ def effects(
     metric: Metric,
     edits: Literal["heads"] | Iterable[Edit | Sequence[Edit]] = "heads",
     *,
-    to: Literal["zero", "mean"] | Recording | float = "zero",
+    baseline: Literal["zero", "mean"] | Recording | float = "zero",
     queries: Positions = None,
     keys: Positions = None,
     layers: Any = None,
@@ -76,7 +76,7 @@ def effects(
             `logit_difference(…)`. It may also return a single number: then the edits run one by one.
         edits: "heads" for each head of each layer by itself; or edits, each an edit or a list of edits that apply at
             once.
-        to: With "heads", what heads are ablated to, as in `ablate`. "mean", here and in edits, is the mean of the run
+        baseline: With "heads", what heads are ablated to, as in `ablate`. "mean", here and in edits, is the mean of the run
             without edits, also if several edits apply at once. A recording, made with `watch(values=True)`, resamples
             heads: each takes its output in that run, as `patch(what="output")` does.
         queries: With "heads", the tokens at which heads are edited.
@@ -117,7 +117,7 @@ def effects(
                     expected='"heads", or a list of edits',
                     hint="For example [ablate(0, heads=1), ablate(1, heads=2)].",
                 )
-            rows, single, description = _list_heads(layers, sweep.layers, to, queries, keys)
+            rows, single, description = _list_heads(layers, sweep.layers, baseline, queries, keys)
             listed: list[tuple[Edit, ...]] = [(edit,) for edit in single]
         else:
             if isinstance(edits, Edit) or not hasattr(edits, "__iter__"):
@@ -186,18 +186,18 @@ class EffectTable(Table):
 
 
 def _list_heads(
-    layers: Any, heads: Mapping[str, int], to: Any, queries: Positions, keys: Positions
+    layers: Any, heads: Mapping[str, int], baseline: Any, queries: Positions, keys: Positions
 ) -> tuple[list[dict[str, Any]], list[Edit], str]:
     """Return the row and the edit of each head, given the number of heads by layer, and what is done to each."""
     edit_head: Callable[..., Edit]
     if keys is not None:
         edit_head, text = partial(knockout, keys=keys), f"its edges to keys {keys!r} were knocked out"
-    elif isinstance(to, Recording):
-        edit_head, text = partial(patch, source=to, what="output"), "its output was taken from another run"
+    elif isinstance(baseline, Recording):
+        edit_head, text = partial(patch, source=baseline, what="output"), "its output was taken from another run"
     else:
-        edit_head, text = partial(ablate, to=to), f"its output was multiplied by {to}"
-        if isinstance(to, str):
-            text = "its output was set to 0" if to == "zero" else "its output was replaced by its mean"
+        edit_head, text = partial(ablate, baseline=baseline), f"its output was multiplied by {baseline}"
+        if isinstance(baseline, str):
+            text = "its output was set to 0" if baseline == "zero" else "its output was replaced by its mean"
     names = find_layers(layers, heads, "effects")
     rows = [
         {"module": name, "layer": list(heads).index(name), "head": head}
@@ -209,7 +209,7 @@ def _list_heads(
 
 
 def _takes_mean(edit: Edit) -> bool:
-    return isinstance(edit, AblateEdit) and isinstance(edit.to, str) and edit.to == "mean"
+    return isinstance(edit, AblateEdit) and isinstance(edit.baseline, str) and edit.baseline == "mean"
 
 
 class _MeanWatch(Watch):

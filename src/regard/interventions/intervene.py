@@ -97,7 +97,7 @@ def intervene(
     False
     >>> run.applied
     module     edit                   calls  path
-    self_attn  ablate(heads=[0, 1], to='zero')  1  output replaced
+    self_attn  ablate(heads=[0, 1], baseline='zero')  1  output replaced
     """
     check_model(model, "intervene")
     listed = as_edits(edits, "intervene")

@@ -356,22 +356,22 @@ class LayerEdits:
         if not len(index):
             return
         old = writer.read(index, rows)
-        if isinstance(edit.to, (int, float)):
-            writer.write(index, rows, old * edit.to)
+        if isinstance(edit.baseline, (int, float)):
+            writer.write(index, rows, old * edit.baseline)
             return
-        if edit.to == "zero":
+        if edit.baseline == "zero":
             writer.write(index, rows, torch.zeros_like(old))
             return
-        if isinstance(edit.to, HeadMeans):
-            mean = edit.to[self.name][self.call_index]  # (heads, value_dim)
-        elif not isinstance(edit.to, str):
+        if isinstance(edit.baseline, HeadMeans):
+            mean = edit.baseline[self.name][self.call_index]  # (heads, value_dim)
+        elif not isinstance(edit.baseline, str):
             mean = compute_mean_output(find_source(edit, self.name))
         elif self.placement.query_offset:
             raise ArgumentError(
                 "ablate",
-                received="to='mean' in a cached step, which has no output of the earlier tokens",
+                received="baseline='mean' in a cached step, which has no output of the earlier tokens",
                 expected="a run over the whole sequence, or a recording with the mean to use",
-                hint="Pass a recording made with watch(values=True): ablate(…, to=recording).",
+                hint="Pass a recording made with watch(values=True): ablate(…, baseline=recording).",
             )
         else:
             mean = compute_mean_output(replace(call, output=writer.result))
@@ -502,7 +502,7 @@ def _agree(call: Call, source: Call) -> bool:
 
 def find_source(edit: PatchEdit | AblateEdit, name: str) -> Call:
     """Return the call of a layer in the recording of an edit."""
-    recording: Any = edit.source if isinstance(edit, PatchEdit) else edit.to
+    recording: Any = edit.source if isinstance(edit, PatchEdit) else edit.baseline
     calls: tuple[Call, ...] = recording.calls(name)
     if len(calls) != 1 or calls[0].query is None:
         raise ArgumentError(

@@ -30,7 +30,7 @@ def test_heads_by_the_change_of_an_answer(run):
 
 def test_spans_and_pages(run, tmp_path):
     page = tmp_path / "effects.html"
-    options = ("--answer", "h", "--keys", "7", "--to", "mean", "-o", str(page), "--json")
+    options = ("--answer", "h", "--keys", "7", "--baseline", "mean", "-o", str(page), "--json")
     record = json.loads(run("effects", INDUCTION, "-t", LINE, *options)[0])
     assert record["edit"] == "its edges to keys 7 were knocked out" and record["page"] == str(page)
     assert "Effect of each head of" in page.read_text()

@@ -66,8 +66,8 @@ def list_edits(layer, source):
         "restrict": restrict(layer, **where, mask=regard.sliding_window(left=2, right=2, align="upper_left")),
         "rescore": rescore(layer, **where, score_mod=regard.softcap(0.5)),
         "zero": ablate(layer, **where),
-        "half": ablate(layer, **where, to=0.5),
-        "mean": ablate(layer, **where, to="mean"),
+        "half": ablate(layer, **where, baseline=0.5),
+        "mean": ablate(layer, **where, baseline="mean"),
         **{what: patch(layer, **where, source=source, what=what) for what in ("pattern", "output", "value")},
     }
     for name, edit in edits.items():

@@ -137,7 +137,7 @@ def test_integrated_effects_of_a_layer_add_up_to_its_ablation(implementation, ba
     found = attribution(model, inputs, metric, baseline=baseline, steps=24)
     start = metric(model(**inputs)).item()
     for layer in found.recording:
-        edit = ablate_heads(layer, to=baseline)
+        edit = ablate_heads(layer, baseline=baseline)
         with torch.no_grad(), regard.intervene(model, edit):
             change = metric(model(**inputs)).item() - start
         total = sum(row["effect"] for row in found.heads.filter(module=layer))
@@ -352,7 +352,7 @@ def test_the_heads_of_the_induction_model_are_ranked_as_effects_ranks_them():
 
     # The head of the previous token, and the first of three induction heads, which are almost equal.
     for baseline in ("mean", resampled):
-        measured = effects(model, fresh.tokens, difference, to=baseline)
+        measured = effects(model, fresh.tokens, difference, baseline=baseline)
         assert rank(measured, "effect")[:2] == [(0, 0), (1, 0)]
         found = attribution(model, fresh.tokens, difference, baseline=baseline, steps=32)
         assert rank(found.heads, "effect")[:2] == rank(found.heads, "attention")[:2] == [(0, 0), (1, 0)]
@@ -368,8 +368,8 @@ def test_effects_of_a_batch_with_outputs_of_another_run_are_those_of_its_entries
     other = inputs | {"input_ids": inputs["input_ids"].flip(1)}
     with torch.no_grad(), regard.watch(model, values=True) as resampled:
         model(**other)
-    together = effects(model, inputs, lambda output: output.logits[:, -1, 3], to=resampled)
-    one_by_one = effects(model, inputs, lambda output: output.logits[:, -1, 3].mean(), to=resampled)
+    together = effects(model, inputs, lambda output: output.logits[:, -1, 3], baseline=resampled)
+    one_by_one = effects(model, inputs, lambda output: output.logits[:, -1, 3].mean(), baseline=resampled)
     assert together.column("effect") == pytest.approx(one_by_one.column("effect"), rel=1e-4, abs=1e-5)
 
 
@@ -445,7 +445,7 @@ def test_layers_before_the_first_embedding_are_attributed():
     for row in found.heads:
         results = []
         for factor in (1 - 1e-4, 1 + 1e-4):
-            edit = ablate_heads(row["module"], heads=row["head"], to=factor)
+            edit = ablate_heads(row["module"], heads=row["head"], baseline=factor)
             with torch.no_grad(), regard.intervene(model, edit):
                 results.append(float(model(tokens)[:, 0, 0].mean()))
         assert row["effect"] == pytest.approx((results[0] - results[1]) / 2e-4, abs=1e-6)

@@ -53,7 +53,7 @@ def test_means_resampling_and_knockouts():
     with torch.no_grad(), regard.watch(model, values=True) as source:
         model(**others, use_cache=False)
     for options, build in (
-        ({"to": "mean"}, lambda row: ablate(row["layer"], heads=row["head"], to="mean")),
+        ({"baseline": "mean"}, lambda row: ablate(row["layer"], heads=row["head"], baseline="mean")),
         ({"to": source}, lambda row: patch(row["layer"], heads=row["head"], source=source, what="output")),
         ({"keys": slice(2, 5)}, lambda row: knockout(row["layer"], heads=row["head"], keys=slice(2, 5))),
         ({"queries": -1}, lambda row: ablate(row["layer"], heads=row["head"], queries=-1)),
@@ -73,7 +73,7 @@ def test_edits_lists_of_edits_and_texts():
         listed = entry if isinstance(entry, list) else [entry]
         with torch.no_grad(), regard.intervene(model, listed, tokens=tokens):
             assert row["metric"] == pytest.approx(float(METRIC(model(**inputs)).mean()), abs=1e-4)
-    assert table.column("edit")[0] == "ablate(layers=1, heads=2, to='zero')"
+    assert table.column("edit")[0] == "ablate(layers=1, heads=2, baseline='zero')"
 
 
 def test_blocks_before_the_edit_do_not_run_again():
@@ -309,22 +309,22 @@ def test_means_are_those_of_the_unedited_run_whatever_the_batch_size(name):
         model(**inputs, use_cache=False)
     listed = [
         [ablate(1, heads=0)],
-        [ablate(1, heads=0, to="mean")],
-        [ablate(0, heads=1), ablate(1, heads=2, to="mean"), ablate(5 if name != "Llama" else 1, heads=3)],
-        [ablate(0, to="mean"), ablate(1, to="mean", queries=[2, -1], batch=1)],
+        [ablate(1, heads=0, baseline="mean")],
+        [ablate(0, heads=1), ablate(1, heads=2, baseline="mean"), ablate(5 if name != "Llama" else 1, heads=3)],
+        [ablate(0, baseline="mean"), ablate(1, baseline="mean", queries=[2, -1], batch=1)],
     ]
-    fixed = ([replace(edit, to=clean) if edit.to == "mean" else edit for edit in edits] for edits in listed)
+    fixed = ([replace(edit, baseline=clean) if edit.baseline == "mean" else edit for edit in edits] for edits in listed)
     expected = [measure(model, inputs, METRIC, *edits) for edits in fixed]
     by_head = {
         (row["layer"], row["head"]): measure(
-            model, inputs, METRIC, ablate(row["layer"], heads=row["head"], to=clean)
+            model, inputs, METRIC, ablate(row["layer"], heads=row["head"], baseline=clean)
         )
-        for row in effects(model, inputs, METRIC, to="mean")
+        for row in effects(model, inputs, METRIC, baseline="mean")
     }
     for batch_size in (1, 3, 16):
         rows = effects(model, inputs, METRIC, listed, batch_size=batch_size)
         assert [row["metric"] for row in rows] == pytest.approx(expected, abs=1e-4)
-        rows = effects(model, inputs, METRIC, to="mean", batch_size=batch_size)
+        rows = effects(model, inputs, METRIC, baseline="mean", batch_size=batch_size)
         found = {(row["layer"], row["head"]): row["metric"] for row in rows}
         assert found == pytest.approx(by_head, abs=1e-4)
 
@@ -347,7 +347,7 @@ def test_means_of_a_layer_that_runs_several_times():
         model(**inputs)
     handle.remove()
     for batch_size in (1, 16):
-        for row in effects(model, inputs, METRIC, to="mean", batch_size=batch_size):
+        for row in effects(model, inputs, METRIC, baseline="mean", batch_size=batch_size):
             means = iter([outputs[..., row["head"], :].mean((0, 1)) for outputs in seen])
 
             def replace_head(_, args, head=row["head"], means=means):
@@ -378,7 +378,7 @@ def test_layers_and_positions_that_do_not_exist_are_refused(batch_size):
 
 def test_sweeps_of_several_threads_do_not_mix():
     model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
-    wanted = {to: effects(model, inputs, METRIC, to=to) for to in ("zero", "mean")}
+    wanted = {baseline: effects(model, inputs, METRIC, baseline=baseline) for baseline in ("zero", "mean")}
     with torch.no_grad():
         plain = model(**inputs).logits
     faults = []
@@ -390,7 +390,7 @@ def test_sweeps_of_several_threads_do_not_mix():
                     with torch.no_grad():
                         faults.extend([to] * (not torch.equal(model(**inputs).logits, plain)))
                 else:
-                    found = effects(model, inputs, METRIC, to=to)
+                    found = effects(model, inputs, METRIC, baseline=to)
                     faults.extend(
                         [to]
                         * (found.column("metric") != pytest.approx(wanted[to].column("metric"), abs=1e-5))

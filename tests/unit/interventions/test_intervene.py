@@ -376,19 +376,19 @@ def test_rows_of_a_pattern_by_the_text_of_each_batch_entry(model, x):
     assert (edited[1, 1:3] - plain[1, 1:3]).abs().max() < 1e-6  # the rows of the other entry's text
 
 
-@pytest.mark.parametrize("to", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)])
-def test_outputs_are_scaled_by_numbers_of_numpy_and_torch(model, x, to):
-    edited, _ = run(model, x, ablate(np.int32(1), heads=np.array(2), to=to, queries=np.array(3)))
-    expected, _ = run(model, x, ablate(1, heads=2, to=0.5, queries=3))
+@pytest.mark.parametrize("factor", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_outputs_are_scaled_by_numbers_of_numpy_and_torch(model, x, factor):
+    edited, _ = run(model, x, ablate(np.int32(1), heads=np.array(2), baseline=factor, queries=np.array(3)))
+    expected, _ = run(model, x, ablate(1, heads=2, baseline=0.5, queries=3))
     assert torch.equal(edited, expected) and not torch.equal(edited, model(x))
-    whole, _ = run(model, x, ablate(1, to=np.int64(1)))
+    whole, _ = run(model, x, ablate(1, baseline=np.int64(1)))
     assert torch.equal(whole, run(model, x)[0])
 
 
 def test_the_mean_of_a_recording(model, x):
     with torch.no_grad(), regard.watch(model, values=True) as source:
         model(x.flip(1))
-    _, intervention = run(model, x, ablate(1, heads=2, to=source), record=True, values=True)
+    _, intervention = run(model, x, ablate(1, heads=2, baseline=source), record=True, values=True)
     expected = source.calls("1")[0].output[:, 2].mean((0, 1))
     torch.testing.assert_close(intervention.recording.calls("1")[0].output[:, 2], expected.expand(2, 7, 8))
 
@@ -401,7 +401,7 @@ def test_gradients_flow_through_edits(layer_class, x):
     torch.manual_seed(0)
     model = nn.Sequential(layer_class(), layer_class())
     model.eval()
-    edits = [knockout(0, heads=[1, 2], queries=[4, 6], keys=[0, 2]), ablate(1, heads=3, to=0.5)]
+    edits = [knockout(0, heads=[1, 2], queries=[4, 6], keys=[0, 2]), ablate(1, heads=3, baseline=0.5)]
     with regard.intervene(model, edits):
         model(x).square().sum().backward()
     ours = [parameter.grad.clone() for parameter in model.parameters()]
@@ -439,7 +439,7 @@ def test_layers_with_their_own_softmax(x):
             )
         ],
         [rescore(0, score_mod=regard.score_mods.bias(np.linspace(-2, 2, 49).reshape(7, 7)))],
-        [ablate(0, heads=1), ablate(1, heads=2, to="mean")],
+        [ablate(0, heads=1), ablate(1, heads=2, baseline="mean")],
     ):
         ours, theirs = run(own, x, *edits)[0], run(fused, x, *edits)[0]
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
@@ -652,7 +652,7 @@ def test_heads_and_batch_entries_out_of_range(model, x):
         (lambda: knockout(keys=1.5), regard.ArgumentTypeError, "positions: an integer"),
         (lambda: restrict(mask=torch.ones(2, 2)), regard.ArgumentTypeError, "a mask such as"),
         (lambda: rescore(score_mod=2.0), regard.ArgumentTypeError, "a score modification"),
-        (lambda: ablate(to="nothing"), regard.ArgumentError, '"zero", "mean", a recording'),
+        (lambda: ablate(baseline="nothing"), regard.ArgumentError, '"zero", "mean", a recording'),
         (lambda: patch(source=None), regard.ArgumentTypeError, "a recording of another run"),
         (lambda: regard.intervene(nn.Linear(2, 2), "all"), regard.ArgumentTypeError, "an edit, or a list"),
         (lambda: regard.intervene(nn.Linear(2, 2), ablate("h.*")), regard.ArgumentError, "names of modules"),
@@ -813,7 +813,7 @@ def test_checkpointed_layers_run_again_with_their_edits(layer_class, reentrant, 
     edits = [
         ablate(1, heads=0),
         knockout("2", heads=1, queries=5, keys=[1, 2]),
-        ablate(0, heads=3, to="mean"),
+        ablate(0, heads=3, baseline="mean"),
     ]
 
     def differentiate(model, where):

@@ -132,7 +132,6 @@ def test_cross_attention():
     assert {row["module"].split(".")[0] for row in recording.find(4, 4)} == {"encoder"}
 
 
-@needs_t5_attention
 def test_a_page_labels_two_sequences():
     source, target = list("abcde"), ["x", "y", "z"]
     recording = watched(t5(), input_ids=torch.arange(1, 6)[None], decoder_input_ids=torch.arange(1, 4)[None])
