@@ -46,7 +46,7 @@ def measure(side: str, tokens: int) -> dict[str, float]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if side == "regard":
             A = attention(q, k, mask=causal())
-            return A @ v, A.lse, A.measure(Entropy(), Received(), Coarse(cells))
+            return A @ v, A.lse, A.measure(Entropy(), Received(), Coarse(cells, "mean"))
         scores = (q @ k.mT / 8).masked_fill_(
             torch.ones(tokens, tokens, dtype=torch.bool).triu_(1), -torch.inf
         )

@@ -99,7 +99,7 @@ def list_comparisons() -> list[Comparison]:
     ids = np.repeat(np.arange(16), lengths)
     documents = torch.tensor(ids[:, None] == ids)
     sdpa = F.scaled_dot_product_attention
-    measures = (Entropy(), Received(), Distance(), Coarse(64))
+    measures = (Entropy(), Received(), Distance(), Coarse(64, "mean"))
     A64, C64, A1 = attention(q64, k64), attention(q64, k64, mask=causal()), attention(q1, k)
 
     def make_measured(mask: object, *more: object) -> Callable[[], object]:
@@ -194,7 +194,7 @@ def make_numpy_measures(
 
     def run() -> object:
         with use_instruction_set(instruction_set):
-            return attention(*arrays).measure(Entropy(), Received(), Distance(), Coarse(64))
+            return attention(*arrays).measure(Entropy(), Received(), Distance(), Coarse(64, "mean"))
 
     return run
 
@@ -221,7 +221,7 @@ def list_long_comparisons(tokens: int = 131_072) -> list[Comparison]:
     def run_measures() -> object:
         A = attention(q, k, mask=causal())
         matrices[:] = [A]
-        return A @ v, A.lse, A.measure(Entropy(), Received(), Coarse(512))
+        return A @ v, A.lse, A.measure(Entropy(), Received(), Coarse(512, "mean"))
 
     def bare() -> object:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)

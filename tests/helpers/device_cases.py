@@ -106,7 +106,7 @@ def differentiate_measures(device: str) -> dict[str, Any]:
         "entropy": lambda A, v: A.entropy(),
         "received": lambda A, v: A.sum(-2)[..., 0],
         "lse": lambda A, v: A.lse,
-        "cells": lambda A, v: A.coarsen(8)[..., 0],
+        "cells": lambda A, v: A.coarsen(8, "mean")[..., 0],
         "top": lambda A, v: A.topk(3).values,
         "spread": lambda A, v: A.measure(Spread()).spread,
     }.items():

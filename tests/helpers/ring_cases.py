@@ -45,7 +45,7 @@ def take(array: Any, positions: np.ndarray) -> Any:
 
 def list_measures(cells: int | None) -> list[Measure]:
     measures: list[Measure] = [Entropy(), Received(), Distance("lower_right"), Mass(first(3)), MaxScore()]
-    return measures if cells is None else [*measures, Coarse(cells)]
+    return measures if cells is None else [*measures, Coarse(cells, "mean")]
 
 
 def compute_cases(group: Any, cases: list[tuple[Case, Split, int | None]]) -> list[Any]:

@@ -231,7 +231,7 @@ def check_matrix() -> dict[str, Any]:
     mask = regard.causal() & (regard.sliding_window(40) | regard.masks.first(2))
     measures = {
         "entropy": regard.Entropy(), "received": regard.Received(), "distance": regard.Distance(),
-        "position": regard.Position(), "mass": regard.Mass(regard.masks.first(2)), "coarse": regard.Coarse(9),
+        "position": regard.Position(), "mass": regard.Mass(regard.masks.first(2)), "coarse": regard.Coarse(9, "mean"),
         "peak": regard.Coarse(4, "max"), "top": regard.TopK(5), "max_weight": regard.MaxWeight(),
         "max_score": regard.MaxScore(), "spread": regard.Spread(), "columns": regard.MaxWeight(-2),
     }  # fmt: skip

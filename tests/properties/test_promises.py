@@ -51,7 +51,7 @@ def everything(A, value) -> dict[str, np.ndarray]:
     """Compute every result of a matrix in a few passes."""
     found = A.measure(
         Entropy(), Distance("lower_right"), Spread("lower_right"), Mass(first(2)), Sum(), MaxWeight(), TopK(3),
-        Received(), Coarse(2), peaks=Coarse(2, "max"),
+        Received(), Coarse(2, "mean"), peaks=Coarse(2, "max"),
     )._asdict()  # fmt: skip
     (found["max"], found["argmax"]), (found["top"], found["keys"]) = (
         found.pop("max_weight"),

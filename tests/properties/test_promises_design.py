@@ -285,7 +285,7 @@ class MergedInParts(Measure):
 
 MEASURES = [
     Entropy(), Sum(-1), Sum(-2), Received(), MaxWeight(-1), MaxWeight(-2), TopK(1), TopK(5), TopK(N), Distance(),
-    Spread(), Mass(first(3)), Coarse(4), Coarse(5, "max"), Coarse(3, "sum"),
+    Spread(), Mass(first(3)), Coarse(4, "mean"), Coarse(5, "max"), Coarse(3, "sum"),
 ]  # fmt: skip
 
 

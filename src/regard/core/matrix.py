@@ -608,12 +608,12 @@ class AttentionMatrix(Generic[ArrayT]):
         top: TopKResult[ArrayT] = self.measure(top=TopK(k)).top
         return top
 
-    def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "mean") -> ArrayT:
+    def coarsen(self, cells: int | tuple[int, int], reduce: Literal["mean", "max", "sum"] = "max") -> ArrayT:
         """Reduce the matrix to a grid of cells: (…, heads, cells, cells).
 
         Args:
             cells: Number of cells along each edge, or (rows, columns).
-            reduce: Reduction of the weights in a cell.
+            reduce: Reduction of the weights in a cell, as in `plot.heatmap`.
 
         Raises:
             ArgumentError: If there are more cells than rows or columns, or `reduce` is unknown.

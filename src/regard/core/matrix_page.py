@@ -85,7 +85,7 @@ class MatrixPayload(NamedTuple):
         """
         engine, (_, rows, keys) = self.problem.engine, self.problem.shape
         cells = min(max_cells, rows), min(max_cells, keys)
-        measures = {"mean": Coarse(cells), "max": Coarse(cells, "max")}
+        measures = {"mean": Coarse(cells, "mean"), "max": Coarse(cells, "max")}
         with engine.no_grad():
             results = compute_measures(self.problem, measures, self.stats).results
         means, maxima = (engine.to_numpy(results[name]) for name in measures)

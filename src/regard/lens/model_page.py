@@ -270,7 +270,7 @@ def build_page_layers(
         cells = map_cells(q_len, kv_len)
         shared = of_key if token_rows.query_offset is not None else None
         columns, results = measure_heads(
-            call, shared, WINDOWS, tiles, means=Coarse(cells), maxima=Coarse(cells, "max")
+            call, shared, WINDOWS, tiles, means=Coarse(cells, "mean"), maxima=Coarse(cells, "max")
         )
         chosen = choose_heads(call, heads)
         if not chosen:

@@ -272,13 +272,13 @@ class Mass(BoundMeasure):
 
 @dataclass(frozen=True, repr=False)
 class Coarse(BoundMeasure):
-    """The matrix as a picture of cells, each the mean, the maximum or the sum of its weights.
+    """The matrix as a picture of cells, each the maximum, the mean or the sum of its weights.
 
     With `cells` cells along each edge, entry (i, j) is in cell (i · cells // q_len, j · cells // kv_len).
 
     Args:
         cells: Number of cells along each edge, or (rows, columns). At most one for each row and column.
-        reduce: "mean", "max" or "sum".
+        reduce: "max", in which every large weight stays visible; "mean" or "sum".
 
     Raises:
         ArgumentError: If `cells` is not a whole number above 0, or `reduce` is unknown.
@@ -290,7 +290,7 @@ class Coarse(BoundMeasure):
     """
 
     cells: int | tuple[int, int]
-    reduce: Literal["mean", "max", "sum"] = "mean"
+    reduce: Literal["mean", "max", "sum"] = "max"
     reads_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -151,7 +151,6 @@ def label_axis(axis: Any, names: Sequence[str] | None, positions: Sequence[int] 
 class Visible(Coarse):
     """Measure that is 1 for cells in which a query attends to a key and 0 for fully masked cells."""
 
-    reduce: Literal["mean", "max", "sum"] = "max"
     reads_scores: ClassVar[bool] = True
 
     def step(self, state: Any, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Any) -> Any:

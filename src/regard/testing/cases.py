@@ -619,7 +619,7 @@ def compute_results(
 def compute_measures(matrix: AttentionMatrix, bounds: CaseBounds) -> Iterator[tuple[ErrorBound, Any]]:
     """Compute the measures of a matrix; yield each error bound, and the result."""
     measures = [Entropy(), Received(), Distance("lower_right"), Mass(first(3)), MaxScore()]
-    measures += [Coarse(bounds.coarse_cells)] if "coarse" in bounds.measures else []
+    measures += [Coarse(bounds.coarse_cells, "mean")] if "coarse" in bounds.measures else []
     for name, result in matrix.measure(*measures)._asdict().items():
         yield bounds.measures[name], from_engine(result)
 

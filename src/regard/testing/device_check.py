@@ -213,11 +213,11 @@ def measure_speed(device: str, length: int) -> list[dict[str, Any]]:
 
         def run_measures() -> Any:
             matrix = attention(query, key, mask=causal())
-            return matrix @ value, matrix.measure(Entropy(), Received(), Distance(), Coarse(64))
+            return matrix @ value, matrix.measure(Entropy(), Received(), Distance(), Coarse(64, "mean"))
 
         kernel = attention(query, key, mask=causal())
         _ = kernel @ value
-        plan = attention(query, key, mask=causal()).plan(Entropy(), Received(), Distance(), Coarse(64))
+        plan = attention(query, key, mask=causal()).plan(Entropy(), Received(), Distance(), Coarse(64, "mean"))
         entries = []
         for what, run, description in (
             ("A @ value", run_product, kernel.kernel),

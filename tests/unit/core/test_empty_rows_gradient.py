@@ -60,7 +60,7 @@ RESULTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 MEASURES = [
     Entropy(), Received(), Distance(LR), Position(), Spread(LR), MaxScore(), Sum(), Mass(first(2)), Mass(causal(LR)),
-    Coarse(2), Coarse(2, "max"),
+    Coarse(2, "mean"), Coarse(2, "max"),
 ]  # fmt: skip
 RESULTS |= {
     repr(measure): lambda A, value, measure=measure: A.measure(own=measure).own  # type: ignore[misc]

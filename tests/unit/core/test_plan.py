@@ -113,7 +113,7 @@ def test_tiles_from_the_lse_of_a_kernel_equal_those_of_numpy(case: str) -> None:
     _ = A @ value
     same = attention(query.numpy(), key.numpy(), scale=0.4, **FROM_LSE[case])
     measures = (
-        Entropy(), Received(), Distance(), Position(), Sum(), MaxWeight(), TopK(5), Coarse((3, 5)),
+        Entropy(), Received(), Distance(), Position(), Sum(), MaxWeight(), TopK(5), Coarse((3, 5), "mean"),
         Coarse(5, "max"), Mass(causal() & first(9)),
     )  # fmt: skip
     named = dict(zip("abcdefghij", measures, strict=True), again=Entropy())
@@ -184,7 +184,7 @@ def test_a_measure_that_reads_scores_gets_them_with_a_known_lse() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors(dtype)
-    measures = (Entropy(), Received(), Distance(), Coarse(7), Position(), Mass(first(3)))
+    measures = (Entropy(), Received(), Distance(), Coarse(7, "mean"), Position(), Mass(first(3)))
 
     def made() -> list[Any]:
         alone, together, after = (attention(query, key, mask=MASKS[mask]) for _ in range(3))

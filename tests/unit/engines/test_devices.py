@@ -83,7 +83,7 @@ def make_calls(move):
         "columns": lambda: A[0, 1, 5:9, [3, 1]], "scores": lambda: A.scores[0, 1, 5], "sum": lambda: A.sum(),
         "mean": lambda: A.mean(-2), "max": lambda: A.max(-1), "argmax": lambda: A.argmax(-2),
         "argmax of all": lambda: A.argmax(), "topk": lambda: A.topk(5), "topk of all": lambda: A.topk(N).values,
-        "coarsen": lambda: A.coarsen(8), "uneven cells": lambda: A.coarsen(33),
+        "coarsen": lambda: A.coarsen(8, "mean"), "uneven cells": lambda: A.coarsen(33, "mean"),
         "largest of cells": lambda: A.coarsen((7, 33), "max"), "distance": lambda: A.distance(),
         "mass": lambda: A.mass(first(3)), "mass of a dense mask": lambda: A.mass(dense(allowed)),
         "measures": lambda: A.measure(Spread(), Position(), MaxScore(), MaxWeight(-2), Output(v), TopK(3)),
@@ -98,7 +98,7 @@ def make_calls(move):
         "window of each head": lambda: attention(q, k, mask=sliding_window(sizes)).entropy(),
         "documents": lambda: attention(q, k, mask=document(ids) & causal()) @ v,
         "prefix": lambda: attention(q, k, mask=prefix(lengths)).topk(3),
-        "dense mask": lambda: attention(q, k, mask=causal() & ~dense(allowed)).coarsen(9),
+        "dense mask": lambda: attention(q, k, mask=causal() & ~dense(allowed)).coarsen(9, "mean"),
         "dense mask of the CPU": lambda: attention(q, k, mask=dense(allowed.cpu())) @ v,
         "equal masks": lambda: torch.tensor(dense(allowed) == dense(allowed.cpu())),
         "mask to NumPy": lambda: dense(allowed).to_dense(N, N),
@@ -243,7 +243,7 @@ def test_generation_with_a_cache_works_on_a_device(has_float64):
 # -- No waiting ------------------------------------------------------------------------------------------------
 
 MEASURES = {
-    "entropy": Entropy(), "received": Received(), "distance": Distance(), "cells": Coarse(40),
+    "entropy": Entropy(), "received": Received(), "distance": Distance(), "cells": Coarse(40, "mean"),
     "largest": Coarse(8, "max"),
     "top": TopK(5), "near": Mass(sliding_window(5)), "first": Mass(first(3)), "position": Position(),
     "max_weight": MaxWeight(), "max_received": MaxWeight(-2), "spread": Spread(), "max_score": MaxScore(),
@@ -337,12 +337,12 @@ def test_functions_of_torch_read_compensated_sums_in_any_argument():
 def test_long_sums_keep_the_error_rule_without_float64():
     """Sums over 78 small tiles, as near to float64 as with a float64 accumulator."""
     query, key = draw(1, 1, 1200, 4, count=2)
-    exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received(), Coarse(2))
+    exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received(), Coarse(2, "mean"))
     errors = {}
     for has_float64 in (True, False):
         with pretend_device.use_device(has_float64=has_float64), use_tile_sizes(rows=100, columns=100):
             found = attention(query.to("gpu"), key.to("gpu"), mask=causal()).measure(
-                Entropy(), Received(), Coarse(2)
+                Entropy(), Received(), Coarse(2, "mean")
             )
             pairs = zip((x.cpu().double() for x in found), exact, strict=True)
             errors[has_float64] = [float((own - right).abs().max()) for own, right in pairs]

@@ -280,7 +280,7 @@ def test_12_half_precision_is_upcast_before_and_after_a_product_and_under_autoca
 
 @pytest.mark.parametrize(
     "measure",
-    [Entropy(), Received(), TopK(5), Distance(), Spread(), Mass(first(2)), Coarse(7), Coarse(7, "max")],
+    [Entropy(), Received(), TopK(5), Distance(), Spread(), Mass(first(2)), Coarse(7, "mean"), Coarse(7, "max")],
     ids=lambda m: type(m).__name__,
 )
 def test_measures_equal_those_of_numpy(measure, small):
@@ -308,7 +308,7 @@ def test_ties_go_to_the_lowest_index(small):
 def test_a_nan_stays_in_its_own_cells(small):
     query, key, _ = draw(1, 12, 4)
     query[0, 5] = math.nan
-    cells = attention(query, key).coarsen(4)
+    cells = attention(query, key).coarsen(4, "mean")
     expected = torch.zeros(1, 4, 4, dtype=torch.bool)
     expected[0, 1] = True
     assert torch.equal(cells.isnan(), expected)

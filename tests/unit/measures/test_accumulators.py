@@ -43,7 +43,7 @@ DESCRIBED: dict[str, Any] = {
     "mass": (Mass(first(2)), RowSum("one", intervals=((0, 2),))),
     "mass of two intervals": (Mass(first(2) | ~first(9)), RowSum("one", intervals=((0, 2), (9, 17)))),
     "mass of nothing": (Mass(first(0)), RowSum("one", intervals=())),
-    "coarse": (Coarse((3, 5)), CellReduction((3, 5), "sum")),
+    "coarse": (Coarse((3, 5), "mean"), CellReduction((3, 5), "sum")),
     "coarse sum": (Coarse(4, "sum"), CellReduction((4, 4), "sum")),
     "coarse max": (Coarse(4, "max"), CellReduction((4, 4), "max")),
     "top 3": (TopK(3), RowTopK(3)),

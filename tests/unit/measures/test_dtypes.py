@@ -37,7 +37,7 @@ MEASURES: dict[str, Callable[[], Any]] = {
     "entropy": Entropy, "received": Received, "distance": Distance, "position": Position, "spread": Spread,
     "max_score": MaxScore, "max_weight": MaxWeight, "max of columns": lambda: MaxWeight(-2), "sum": Sum,
     "sum of columns": lambda: Sum(-2), "mass": lambda: Mass(first(2)), "near": lambda: Mass(causal()),
-    "topk": lambda: TopK(3), "mean": lambda: Coarse(2), "max": lambda: Coarse(2, "max"),
+    "topk": lambda: TopK(3), "mean": lambda: Coarse(2, "mean"), "max": lambda: Coarse(2, "max"),
     "contribution": lambda: Contribution(2, np.ones(N)),
 }  # fmt: skip
 # What runs before a measure.

@@ -267,7 +267,7 @@ def test_spread_does_not_cancel_far_from_the_start() -> None:
 
 def test_an_empty_row_measures_zero_and_never_nan() -> None:
     A = matrix(mask=regard.padding([0, 17]))
-    found = A.measure(Entropy(), Received(), Distance(LR), Spread(LR), Mass(first(3)), TopK(3), Coarse(5))
+    found = A.measure(Entropy(), Received(), Distance(LR), Spread(LR), Mass(first(3)), TopK(3), Coarse(5, "mean"))
     for result in found:
         for array in result if isinstance(result, tuple) else [result]:
             assert np.isfinite(array).all()
@@ -323,9 +323,9 @@ def test_coarse_cells_of_any_shape(cells: tuple[int, int], reduce: str) -> None:
         close(found[..., a, b], getattr(cell, reduce)((-2, -1)), atol=1e-14)
 
 
-def test_coarse_defaults_to_the_mean_and_is_the_matrix_at_full_size() -> None:
+def test_coarse_defaults_to_the_maximum_and_is_the_matrix_at_full_size() -> None:
     A = matrix(13, 13, mask=causal())
-    equal(A.coarsen(5), A.coarsen(5, "mean"))
+    equal(A.coarsen(5), A.coarsen(5, "max"))
     close(A.coarsen(5, reduce="sum").sum((-2, -1)), A.sum(-1).sum(-1))
     for reduce in ("mean", "max", "sum"):
         close(A.coarsen(13, reduce), A.to_dense(), atol=1e-15)
@@ -391,7 +391,7 @@ REPRS: dict[str, Measure] = {
     "TopK(k=3)": TopK(3),
     "MaxWeight()": MaxWeight(),
     "Coarse(cells=5)": Coarse(5),
-    "Coarse(cells=(2, 3), reduce='max')": Coarse((2, 3), "max"),
+    "Coarse(cells=(2, 3), reduce='mean')": Coarse((2, 3), "mean"),
 }
 
 
@@ -541,5 +541,5 @@ def test_some_rows(rows: Any) -> None:
     W = A.to_dense()[..., rows, :]
     close(B.sum(-2), W.sum(-2), atol=1e-13)
     equal(B.argmax(-2), W.argmax(-2))
-    close(B.coarsen(1), W.mean((-2, -1))[..., None, None])
+    close(B.coarsen(1, "mean"), W.mean((-2, -1))[..., None, None])
     close(A.lazy[1, 2, rows].mass(near), whole.mass[1, 2, rows], atol=1e-13)
