@@ -76,24 +76,25 @@ class Attribution:
     recording: Recording = field(repr=False)
     _received: dict[str, Tensor] = field(repr=False)
 
-    def weight_gradients(self, name: str, rows: Any = slice(None)) -> Tensor:
-        """Compute dL/dA of some rows: the gradient of the output times the values.
+    def weight_gradients(self, name: str, queries: Any = slice(None)) -> Tensor:
+        """Compute dL/dA of some queries: the gradient of the output times the values.
 
         Args:
             name: Name of the module, called once.
-            rows: Rows as a slice, an integer or a list. Default: all, which takes q_len × kv_len numbers for each head.
+            queries: Positions as a slice, an integer or a list. Default: all, which takes q_len × kv_len numbers for
+                each head.
 
         Returns:
-            (…, heads, rows, kv_len); an integer drops the axis of rows.
+            (…, heads, queries, kv_len); an integer drops the axis of queries.
         """
         value, gradient = self._find_call(name).value, self.gradients[name]
         assert value is not None
         value = value.detach()
         value = value.repeat_interleave(gradient.shape[-3] // value.shape[-3], -3)
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        picked = gradient[..., [rows] if isinstance(rows, int) else rows, :].to(wide)
+        picked = gradient[..., [queries] if isinstance(queries, int) else queries, :].to(wide)
         result = picked @ value.to(wide).mT
-        return result[..., 0, :] if isinstance(rows, int) else result
+        return result[..., 0, :] if isinstance(queries, int) else result
 
     def by_query(self, name: str) -> Tensor:
         """Return the sum of gradient · weight of each query, which is gradient · output: (…, heads, q_len).

@@ -282,7 +282,7 @@ ROLLOUT = "recording.rollout"
 
 
 def compute_rollout(
-    layer_calls: Sequence[LayerCall], token: Any, tokens: Any, batch: int, layers: str | Sequence[str] | None
+    layer_calls: Sequence[LayerCall], query: Any, tokens: Any, batch: int, layers: str | Sequence[str] | None
 ) -> Array:
     """Compute the result of `Recording.rollout`.
 
@@ -297,11 +297,11 @@ def compute_rollout(
         texts = entry_tokens(token_lists, math.prod(calls[0].shape[:-3]), length, batch, ROLLOUT)
         if texts is None:
             raise token_count_error(ROLLOUT, token_lists, {length})
-    positions = find_positions(token, texts, length, "token", ROLLOUT)
+    positions = find_positions(query, texts, length, "query", ROLLOUT)
     if len(positions) > 1:
         raise ArgumentError(
             ROLLOUT,
-            received=f"token={token!r}, which is at {', '.join(map(str, positions))}",
+            received=f"query={query!r}, which is at {', '.join(map(str, positions))}",
             expected="one token",
             hint=f"Pass its position: recording.rollout({positions[-1]}).",
         )
@@ -345,5 +345,5 @@ def _select_stack(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] 
         ROLLOUT,
         received=received,
         expected="the layers of one stack, over one whole sequence",
-        hint='Select it: recording.rollout(token, layers="encoder.*"). list(recording) lists the names.',
+        hint='Select it: recording.rollout(query, layers="encoder.*"). list(recording) lists the names.',
     )

@@ -466,7 +466,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             )
 
     def rollout(
-        self, token: Any, tokens: Any = None, *, batch: int = 0, layers: str | Sequence[str] | None = None
+        self, query: Any, tokens: Any = None, *, batch: int = 0, layers: str | Sequence[str] | None = None
     ) -> Array:
         """Compute attention rollout: how much of each input token reaches one token through all layers.
 
@@ -475,7 +475,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         the values carry. Weight on a learnt sink is lost, so the sum is then below 1.
 
         Args:
-            token: Position of the token, or its text if that occurs once in `tokens`.
+            query: Position of the token that is reached, or its text if that occurs once in `tokens`.
             tokens: Tokens of the sequence, (n,) or (batch, n).
             batch: The batch entry.
             layers: Names of modules or patterns with `*`, with everything inside them. Default: all. Choose one stack
@@ -496,7 +496,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         array([0.125, 0.125, 0.125, 0.625])
         """
         with torch.no_grad():
-            return compute_rollout(self._layer_calls(), token, tokens, batch, layers)
+            return compute_rollout(self._layer_calls(), query, tokens, batch, layers)
 
     def align(
         self,

@@ -454,7 +454,7 @@ def _figure_size(
 
 def row(
     A: AttentionMatrix,
-    q_idx: int,
+    query: int,
     tokens: Sequence[str] | None = None,
     *,
     ax: Any = None,
@@ -468,7 +468,7 @@ def row(
 
     Args:
         A: Matrix of one head, `(q_len, kv_len)`.
-        q_idx: Index of the query. Negative indices count from the end.
+        query: Position of the query. Negative positions count from the end.
         tokens: Labels of the keys, `kv_len` strings. Default: positions.
         ax: Axes to draw on. Default: a new figure.
         max_bars: Number of keys to draw.
@@ -480,7 +480,7 @@ def row(
     Raises:
         ArgumentError: If the matrix has several heads or is empty, or if there are not `kv_len` tokens.
         ArgumentTypeError: If an argument has the wrong type.
-        IndexOutOfRangeError: If there is no query `q_idx`.
+        IndexOutOfRangeError: If there is no such query.
 
     >>> import numpy as np, regard
     >>> ax = row(regard.attention(np.eye(2), np.eye(2), scale=1.0), 0, tokens=["a", "b"])
@@ -490,7 +490,7 @@ def row(
     check_axes(ax, "plot.row")
     check_one_head(A, "plot.row")
     problem, kv_len = A.problem, A.shape[-1]
-    at = resolve_row(A.shape, "plot.row", q_idx)
+    at = resolve_row(A.shape, "plot.row", query)
     labels = format_labels(tokens, kv_len, "plot.row", "tokens")
     with problem.engine.no_grad():
         weights, scores = (

@@ -323,7 +323,7 @@ def test_rollout_by_text_and_stack():
     names = [name for name in recording if name.startswith("encoder.")]
     expected = dense_rollout(recording, names)[3]
     np.testing.assert_allclose(recording.rollout("d", list("abcde"), layers="encoder.*"), expected, rtol=1e-4)
-    with pytest.raises(ArgumentError, match=r"token='a', which is at 0, 2; .* recording\.rollout\(2\)"):
+    with pytest.raises(ArgumentError, match=r"query='a', which is at 0, 2; .* recording\.rollout\(2\)"):
         recording.rollout("a", list("abacd"), layers="encoder.*")
     with pytest.raises(ArgumentError, match="list\\(recording\\) lists the names"):
         recording.rollout(0, layers="nothing.*")
@@ -454,7 +454,7 @@ def test_what_cannot_be_written_or_read_raises_with_a_hint(tmp_path):
     recording = watched(bert(), torch.arange(1, 5)[None])
     recording.calls(next(iter(recording)))[0].softcap = Odd()
     with pytest.raises(
-        ArgumentError, match=r"recording\.save: received the score modification .* regard\.bias"
+        ArgumentError, match=r"recording\.save: received the score modification .* regard\.score_mods\.bias"
     ):
         recording.save(tmp_path / "a")
     model = bert()

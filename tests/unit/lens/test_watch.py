@@ -735,7 +735,7 @@ def test_a_query_that_broadcasts_is_recorded_and_edited_as_the_kernel_reads_it(a
         torch.testing.assert_close(read["0"].to_dense(), scores.softmax(-1))
         assert read["0"].shape == (2, 4, 6, 6)
     assert recording.page() and recording.diagnose() is not None
-    assert recording.rollout(token=5, batch=1).shape[-1] == 6
+    assert recording.rollout(query=5, batch=1).shape[-1] == 6
     scores[:, 0, :, 2] = -torch.inf
     with regard.intervene(model, [regard.interventions.knockout(heads=0, keys=2)]):
         output = layer(query, key, value)
