@@ -47,7 +47,7 @@ def read_survey(out: Path, *, rows: bool = True) -> None:
     """Open a survey and read its manifest, and its rows, too."""
     import regard
 
-    survey = regard.survey.open(out)
+    survey = regard.survey.load(out)
     for path in survey.files:
         if path.resolve().parent != out.resolve():
             raise UnexpectedResult("a file outside the survey")

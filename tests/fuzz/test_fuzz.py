@@ -163,7 +163,7 @@ def test_a_manifest_names_no_file_outside_its_survey(tmp_path: Path) -> None:
     path.write_bytes(b"".join(map(format_entry, [{**first, "file": "../outside.parquet"}, *others])))
     outside = tmp_path / "outside.parquet"
     outside.write_text("not part of the survey")
-    assert len(regard.survey.open(out).files) == len(others) == read_manifest(path)[1] + 1
+    assert len(regard.survey.load(out).files) == len(others) == read_manifest(path)[1] + 1
     with Manifest(out, "survey.run") as manifest:
         _, notes = manifest.recover()
     assert "lines of the manifest are damaged" in notes[0] and outside.exists()
@@ -174,7 +174,7 @@ def test_a_damaged_shard_is_named_with_what_to_do(tmp_path: Path) -> None:
     shard = out / "shard-000001.parquet"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(SurveyError, match=r"shard-000001\.parquet, which is missing or damaged"):
-        regard.survey.open(out).heads()
+        regard.survey.load(out).heads()
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_damaged_settings_are_refused(text, says, tmp_path: Path) -> None:
     path = write_survey(tmp_path) / "settings.json"
     path.write_text(text or json.dumps({**json.loads(path.read_text()), "heads": [1, 0]}))
     with pytest.raises(ArgumentError, match=says):
-        regard.survey.open(path.parent)
+        regard.survey.load(path.parent)
 
 
 @pytest.mark.parametrize(

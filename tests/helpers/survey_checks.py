@@ -49,7 +49,7 @@ def finish(corpus: Path, out: Path, serial: regard.survey.Survey) -> list[str]:
 
 
 def open_files(out: Path) -> regard.survey.Survey:
-    """Open the files of a survey, or of another run over a corpus, whose columns `regard.survey.open` refuses."""
+    """Load the files of a survey, or of another run over a corpus, whose columns `regard.survey.load` refuses."""
     settings = json.loads((out / "settings.json").read_text())
     return regard.survey.Survey(out, settings, read_manifest(out / "manifest.jsonl")[0])
 

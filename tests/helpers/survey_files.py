@@ -89,7 +89,7 @@ def write_survey(
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "manifest.jsonl").write_bytes(manifest)
-    return regard.survey.open(folder)
+    return regard.survey.load(folder)
 
 
 def build_rows(

@@ -123,7 +123,7 @@ def test_a_damaged_shard_is_reported_and_measured_again(how, seed, corpus, seria
     survey = run(corpus, out)
     victim = chance.choice(survey.files)
     damage(victim, how, chance)
-    assert regard.survey.open(out).find_damaged() == [victim.name]
+    assert regard.survey.load(out).find_damaged() == [victim.name]
     (note,) = finish(corpus, out, serial)
     assert f"shard {int(victim.stem[6:])} is damaged" in note and "measured again" in note
 
@@ -148,7 +148,7 @@ def test_an_incomplete_last_line_is_removed(corpus, serial, tmp_path):
     run(corpus, out)
     path = out / "manifest.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    assert not regard.survey.open(out).complete
+    assert not regard.survey.load(out).complete
     (note,) = finish(corpus, out, serial)
     assert "the last line of the manifest is incomplete" in note
 
@@ -261,7 +261,7 @@ def test_an_interrupted_run_leaves_no_threads_or_processes(corpus, tmp_path, mon
     assert {thread.name for thread in threading.enumerate()} <= before
     assert len(started) >= 2 and all(process.poll() is not None for process in started)
     assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp-" in path.name]
-    assert regard.survey.open(tmp_path / "out").documents >= 10
+    assert regard.survey.load(tmp_path / "out").documents >= 10
 
 
 # -- Harmful documents -------------------------------------------------------------------------------

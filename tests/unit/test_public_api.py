@@ -135,7 +135,7 @@ TYPED = [
     *(f"regard.{name}" for name in list_exports(regard)),
     *(
         "regard.survey.run",
-        "regard.survey.open",
+        "regard.survey.load",
         "regard.models.load",
         "regard.lens.Recording",
         "regard.masks.causal",

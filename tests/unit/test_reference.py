@@ -74,7 +74,7 @@ WITHOUT_EXAMPLE: dict[str, str] = {
     "regard.monitor.TrainerCallback": "runs inside a Trainer of transformers",
     "regard.policy.Verification": "returned by regard.policy.CachePolicy.verify",
     "regard.survey.run": "starts processes that run a model over files; see tests/unit/survey/test_survey.py",
-    "regard.survey.open": "reads the files of a survey",
+    "regard.survey.load": "reads the files of a survey",
     "regard.survey.Survey": "describes the files of a survey",
     "regard.survey.Progress": "created by a running survey",
     "regard.survey.SurveyError": "raised by a damaged survey",

@@ -154,7 +154,7 @@ def survey(
         printer.print(style_text(("quarantined: ", "yellow"), problem))
     if len(quarantined) > MAX_QUARANTINED:
         more = len(quarantined) - MAX_QUARANTINED
-        printer.print(f"… and {more:,} more: see regard.survey.open({str(output)!r}).quarantined", "dim")
+        printer.print(f"… and {more:,} more: see regard.survey.load({str(output)!r}).quarantined", "dim")
     printer.print(f"To write the report: regard report {output}", "dim")
     return 0
 
@@ -173,11 +173,11 @@ def report(
     """Write the page of a survey: which heads need a long context, their behaviour, and their documents."""
     printer = Printer(as_json)
     check_output(output, "report")
-    from regard.survey import open as open_survey
+    from regard.survey import load as load_survey
     from regard.survey.dataset import build_report
 
     with printer.progress(f"Reading {folder.name}"):
-        result = build_report(open_survey(folder))
+        result = build_report(load_survey(folder))
         page = result.page()
     printer.print(result.answer())
     for behaviour in result.behaviours:
@@ -283,9 +283,9 @@ def make(
     """Choose for each key/value head how many keys a cache keeps, from a survey."""
     printer = Printer(as_json)
     check_output(output, "policy make")
-    from regard.survey import open as open_survey
+    from regard.survey import load as load_survey
 
-    policy = open_survey(survey).cache_policy(keep, sinks, "layer" if by_layer else "kv_head")
+    policy = load_survey(survey).cache_policy(keep, sinks, "layer" if by_layer else "kv_head")
     policy.save(output)
     printer.record(
         {

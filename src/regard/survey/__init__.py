@@ -1,6 +1,6 @@
 """Measure the heads of a model over a corpus of documents.
 
-`run` writes one Parquet row of constant size per document, layer and head; `open` reads the rows back. `RunOptions`
+`run` writes one Parquet row of constant size per document, layer and head; `load` reads the rows back. `RunOptions`
 lists how a model can be run over a corpus, and `regard.survey.schema` describes the columns. May import every package
 below it, such as `regard.jobs`, which runs the model; only `regard.cli` is above.
 
@@ -13,9 +13,9 @@ from regard._public import set_public_module
 from regard.jobs.driver import Progress
 from regard.jobs.options import RunOptions
 from regard.jobs.worker import SurveyError
-from regard.survey.dataset import Survey, open
+from regard.survey.dataset import Survey, load
 from regard.survey.driver import run
 
-__all__ = ["Progress", "RunOptions", "Survey", "SurveyError", "open", "run"]
+__all__ = ["Progress", "RunOptions", "Survey", "SurveyError", "load", "run"]
 
 set_public_module(globals())

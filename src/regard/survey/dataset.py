@@ -41,7 +41,7 @@ MAX_HEADS = 100_000  # of a model; tables with a row for each are built in memor
 class Survey:
     """The committed rows of a survey, for pyarrow, DuckDB, pandas and polars, and their means by head.
 
-    Only shards that the manifest lists are read. To see shards that a run has committed since, open the survey again.
+    Only shards that the manifest lists are read. To see shards that a run has committed since, load the survey again.
 
     Attributes:
         path: Directory of the survey.
@@ -405,8 +405,8 @@ class _RunningMean:
             return self.sums / self.weights
 
 
-def open(path: str | Path) -> Survey:
-    """Open a survey that `regard.survey.run` wrote, finished or not.
+def load(path: str | Path) -> Survey:
+    """Load a survey that `regard.survey.run` wrote, finished or not.
 
     Args:
         path: The output directory of the survey.
@@ -418,28 +418,28 @@ def open(path: str | Path) -> Survey:
         ArgumentError: If the directory holds no survey, or one with another schema version.
         ImportError: If pyarrow is not installed.
     """
-    require_package("survey.open", "pyarrow")
+    require_package("survey.load", "pyarrow")
     path = Path(path).expanduser().absolute()
     if not (path / SETTINGS_FILE).is_file():
         raise ArgumentError(
-            "survey.open",
+            "survey.load",
             received=f"{str(path)!r}, which contains no {SETTINGS_FILE}",
             expected="the output directory of a survey",
             hint="Pass the directory that the survey was written to.",
         )
-    settings = read_settings(path / SETTINGS_FILE, "survey.open")
+    settings = read_settings(path / SETTINGS_FILE, "survey.load")
     version = settings.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ArgumentError(
-            "survey.open",
+            "survey.load",
             received=f"a survey with schema version {version}",
             expected=f"schema version {SCHEMA_VERSION}",
-            hint=f"Open it with the version of regard that wrote it: see regard_version in {SETTINGS_FILE}.",
+            hint=f"Load it with the version of regard that wrote it: see regard_version in {SETTINGS_FILE}.",
         )
     damaged = next(_find_bad_settings(settings), None)
     if damaged:
         raise ArgumentError(
-            "survey.open",
+            "survey.load",
             received=f"{str(path / SETTINGS_FILE)!r} with {damaged} {str(settings.get(damaged))[:80]}",
             expected="the settings that the survey wrote",
             hint="Restore the file from a copy, or start another survey in a new directory.",

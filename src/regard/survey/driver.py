@@ -25,7 +25,7 @@ from regard.jobs.model_runner import (
 from regard.jobs.options import RunKeywords, RunOptions
 from regard.models import LoadedModel
 from regard.survey.dataset import Survey
-from regard.survey.dataset import open as open_survey
+from regard.survey.dataset import load as load_survey
 from regard.survey.schema import MEASURES, PROMPT_MEASURES, list_columns
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(
             `RunOptions`.
 
     Returns:
-        The finished survey, as `regard.survey.open(out)` returns it.
+        The finished survey, as `regard.survey.load(out)` returns it.
 
     Raises:
         ArgumentError: If an argument or the corpus is invalid, or `out` holds a survey with other settings.
@@ -82,7 +82,7 @@ def run(
         "dtype": run.dtype,
     }
     run_job(spec, documents, folder, list_columns(selected), settings, progress)
-    return open_survey(folder)
+    return load_survey(folder)
 
 
 def _check_measures(measures: Iterable[str] | None, *, has_prompts: bool) -> tuple[str, ...]:

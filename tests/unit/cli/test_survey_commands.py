@@ -78,7 +78,7 @@ def test_survey_resumes_and_prints_quarantined_documents(run, stub, texts, tmp_p
     assert (
         len(record["notes"]) == 1 and captured.err == f"warning: {record['notes'][0]}\n"
     )  # once: logging does not repeat it
-    assert "is damaged" in captured.err and regard.survey.open(out).find_damaged() == []
+    assert "is damaged" in captured.err and regard.survey.load(out).find_damaged() == []
 
 
 def test_survey_shows_its_progress(run, stub, texts, tmp_path, monkeypatch):

@@ -187,7 +187,7 @@ def test_progress_is_reported(corpus, tmp_path):
         8,
         0.0,
     )
-    assert last.tokens == regard.survey.open(tmp_path / "out").tokens
+    assert last.tokens == regard.survey.load(tmp_path / "out").tokens
     assert last.tokens_per_second > 0 and last.elapsed > 0
 
 
@@ -261,7 +261,7 @@ def test_names_are_stored_in_any_locale(tmp_path):
     """
     env = {"PYTHONPATH": format_python_path(), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
-    assert regard.survey.open(tmp_path / "out").settings["model"]["name"] == "modèle"
+    assert regard.survey.load(tmp_path / "out").settings["model"]["name"] == "modèle"
 
 
 def test_a_shard_that_ray_returns_twice_is_counted_once(tmp_path):
@@ -306,7 +306,7 @@ def test_a_shard_that_ray_returns_twice_is_counted_once(tmp_path):
 
 def test_a_survey_without_shards_is_empty(survey, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(survey.settings))
-    fresh = regard.survey.open(tmp_path)
+    fresh = regard.survey.load(tmp_path)
     assert not fresh.complete and fresh.documents == 0 and len(fresh.to_pandas()) == 0
     assert repr(fresh).endswith("0 quarantined, 0 of 8 shards committed")
     table = fresh.heads()
@@ -318,11 +318,11 @@ def test_a_survey_without_shards_is_empty(survey, tmp_path):
 
 def test_a_directory_without_a_survey_raises(survey, tmp_path):
     with pytest.raises(regard.ArgumentError, match=r"which contains no settings\.json"):
-        regard.survey.open(tmp_path)
+        regard.survey.load(tmp_path)
     settings = {**survey.settings, "schema_version": 99}
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(regard.ArgumentError, match="a survey with schema version 99"):
-        regard.survey.open(tmp_path)
+        regard.survey.load(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["open('a')", "run('a', 'b', 'c')"])
