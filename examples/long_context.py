@@ -43,7 +43,9 @@ def main(tokens: int = 70_000) -> dict[str, np.ndarray]:
 
     results = {"lse": A.lse}
     report(f"lse, mean {results['lse'].mean():.3f}")
-    results["entropy"], results["received"], results["coarse"] = A.measure(Entropy(), Received(), Coarse(512, "mean"))
+    results["entropy"], results["received"], results["coarse"] = A.measure(
+        Entropy(), Received(), Coarse(512, "mean")
+    )
     report(f"entropy, mean {results['entropy'].mean():.3f} nats; received; coarse")
     sampled = np.sort(rng.choice(tokens, 256, replace=False))
     results["sampled"] = sampled

@@ -1,4 +1,4 @@
-"""The heatmap explorer in a real browser; the numbers on screen are compared with Python's."""
+"""The explorer of the weights in a real browser; the numbers on screen are compared with Python's."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def point_at(tab, i: int, j: int, n: int, top: int, within: float = 0.5) -> None
     tab.mouse.move(right - (n - j - within) * cell, bottom - (n - i - within) * cell)
 
 
-def test_heatmap_by_pointer(show):
+def test_weights_by_pointer(show):
     mask = regard.causal()
-    tab = show(explore.heatmap(cat.Q, cat.K, tokens=cat.tokens, mask=mask))
+    tab = show(explore.weights(cat.Q, cat.K, tokens=cat.tokens, mask=mask))
     for i in range(5):
         steps = regard.attention(cat.Q, cat.K, mask=mask).explain(i)
         for j in range(5):
@@ -61,8 +61,8 @@ def test_heatmap_by_pointer(show):
             }
 
 
-def test_heatmap_by_keyboard_and_as_a_table(show):
-    tab = show(explore.heatmap())
+def test_weights_by_keyboard_and_as_a_table(show):
+    tab = show(explore.weights())
     weights = regard.attention(cat.Q, cat.K).to_dense()
     for _ in ("weights or scores", "causal mask", "colours", "picture"):
         tab.keyboard.press("Tab")
@@ -92,8 +92,8 @@ def test_heatmap_by_keyboard_and_as_a_table(show):
     assert tab.locator("#top").text_content() == format_number(weights.max())
 
 
-def test_heatmap_with_output_causal_mask_and_scores(show):
-    tab = show(explore.heatmap(cat.Q, cat.K, cat.V, tokens=cat.tokens))
+def test_weights_with_output_causal_mask_and_scores(show):
+    tab = show(explore.weights(cat.Q, cat.K, cat.V, tokens=cat.tokens))
     tab.get_by_text("Show as a table").click()
     for causal in (True, False):
         tab.get_by_label("causal mask").set_checked(causal)
@@ -131,7 +131,7 @@ def test_a_sentence_describes_each_row(show):
     mask = np.ones((7, 3), bool)
     mask[5, 1:] = mask[6] = False
     query = np.log(weights) * np.sqrt(3)
-    tab = show(explore.heatmap(query, np.eye(3), tokens=["a", "b", "c"], mask=regard.masks.dense(mask)))
+    tab = show(explore.weights(query, np.eye(3), tokens=["a", "b", "c"], mask=regard.masks.dense(mask)))
     assert tab.locator("#rows li").all_text_contents() == [
         "“query 0” looks most at “a” (61 %), then at “b” (30 %).",
         "“query 1” looks at all 3 alike, 33.3 % each.",
@@ -145,7 +145,7 @@ def test_a_sentence_describes_each_row(show):
     assert tab.locator("#sentence").text_content() == "“query 3” looks almost only at “a”: 98 %."
     assert tab.locator("#rows [aria-current]").count() == 1
     assert tab.locator("#output").count() == 0  # no value was passed
-    tab = show(explore.heatmap())
+    tab = show(explore.weights())
     want = "“on” looks most at itself (31.4 %), then at “The” (19 %) and “cat” (19 %)."
     assert tab.locator("#rows li").nth(3).text_content() == want
 
@@ -194,7 +194,7 @@ JUST_NOTICEABLE = 0.02  # distance in OKLab of two colours that can just be told
 @pytest.mark.parametrize(("top", "least"), [(0.4, 5), (1.0, 2)])
 def test_colours_separate_a_weight_of_19_percent_from_one_of_25(show, scheme, top, least):
     weights = np.array([[0.19, 0.25, 0.32, 0.24], *3 * [[top, (1 - top) / 2, (1 - top) / 2, 0]]])
-    tab = show(explore.heatmap(*weights_as_inputs(weights)), color_scheme=scheme)
+    tab = show(explore.weights(*weights_as_inputs(weights)), color_scheme=scheme)
     assert tab.locator("#top").text_content() == format_number(top)
     seen = oklab(tab.evaluate(COLOURS, [4, 28]))
     assert np.linalg.norm(seen[0, 0] - seen[0, 1]) >= least * JUST_NOTICEABLE
@@ -203,7 +203,7 @@ def test_colours_separate_a_weight_of_19_percent_from_one_of_25(show, scheme, to
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_equal_differences_of_weights_look_equal(show, scheme):
     weights = np.array([[(i + j) % 5 for j in range(5)] for i in range(5)]) / 10
-    tab = show(explore.heatmap(*weights_as_inputs(weights)), color_scheme=scheme)
+    tab = show(explore.weights(*weights_as_inputs(weights)), color_scheme=scheme)
     seen = oklab(tab.evaluate(COLOURS, [5, 28]))[0]
     steps = np.linalg.norm(np.diff(seen, axis=0), axis=1)
     assert steps.max() < 1.1 * steps.min()
@@ -212,15 +212,15 @@ def test_equal_differences_of_weights_look_equal(show, scheme):
 
 
 def test_colours_of_a_row_of_its_own_scale(show):
-    tab = show(explore.heatmap())
+    tab = show(explore.weights())
     tab.get_by_label("scale colours to each row").check()
     strongest = oklab(tab.evaluate(COLOURS, [5, 28]))[..., 0].min(axis=1)
     assert np.ptp(strongest) < JUST_NOTICEABLE
     assert tab.locator("#top").text_content() == "row maximum"
 
 
-def test_heatmap_formats_a_small_weight_as_small(show):
-    tab = show(explore.heatmap(8 * np.eye(3), np.eye(3) * 3))
+def test_weights_formats_a_small_weight_as_small(show):
+    tab = show(explore.weights(8 * np.eye(3), np.eye(3) * 3))
     tab.evaluate(
         "() => { const write = CanvasRenderingContext2D.prototype.fillText; window.written = [];"
         " CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
@@ -233,11 +233,11 @@ def test_heatmap_formats_a_small_weight_as_small(show):
 
 
 @pytest.mark.chromium_only("a cell is about a pixel wide, and the pointer of Firefox is at whole pixels")
-def test_heatmap_of_512_by_512(show):
+def test_weights_of_512_by_512(show):
     rng = np.random.default_rng(11)
     query, key = rng.normal(size=(2, 512, 8))
     A = regard.attention(query, key, mask=regard.causal())
-    tab = show(explore.heatmap(query, key, mask=regard.causal()))
+    tab = show(explore.weights(query, key, mask=regard.causal()))
     assert tab.evaluate(LOADED) < 80 * pace(tab)
     assert tab.locator("table").count() == 0
     for i, j in [(0, 0), (511, 511), (511, 0), (300, 41), (41, 300)]:
@@ -254,9 +254,9 @@ def test_heatmap_of_512_by_512(show):
     assert tab.evaluate(moved) < 3 * pace(tab)
 
 
-def test_heatmap_shows_hostile_tokens_as_text(show):
+def test_weights_shows_hostile_tokens_as_text(show):
     numbers = np.eye(len(HOSTILE))
-    tab = show(explore.heatmap(numbers, numbers, tokens=HOSTILE))
+    tab = show(explore.weights(numbers, numbers, tokens=HOSTILE))
     tab.get_by_text("Show as a table").click()
     shown = [escape_unprintable(token) for token in HOSTILE]
     assert [row[0] for row in table(tab)] == shown
@@ -269,9 +269,9 @@ def test_heatmap_shows_hostile_tokens_as_text(show):
 
 
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
-def test_heatmap_fits_and_axe_finds_no_serious_fault(show, scheme, width):
+def test_weights_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     options = {"viewport": {"width": width, "height": 844}, "color_scheme": scheme, "has_touch": width == 390}
-    tab = show(explore.heatmap(), **options)
+    tab = show(explore.weights(), **options)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     boxes = [tab.locator(name).bounding_box() for name in ("#picture", "#output")]
     assert all(box["x"] + box["width"] <= width for box in boxes)
@@ -296,12 +296,12 @@ def test_the_example_loads_quickly(show, make):
 # -- Refused arguments ------------------------------------------------------------------------------------
 
 
-def test_heatmap_refuses():
+def test_weights_refuses():
     with pytest.raises(regard.ArgumentError, match="263169 weights; expected at most 262144"):
-        explore.heatmap(np.ones((513, 1)), np.ones((513, 1)))
+        explore.weights(np.ones((513, 1)), np.ones((513, 1)))
     with pytest.raises(
         regard.ArgumentError, match="numbers of the output or the value; expected at most 262144"
     ):
-        explore.heatmap(np.ones((2, 1)), np.ones((2, 1)), np.ones((2, 140_000)))
+        explore.weights(np.ones((2, 1)), np.ones((2, 1)), np.ones((2, 140_000)))
     with pytest.raises(regard.ArgumentError, match="value with 1 axes"):
-        explore.heatmap(np.ones((2, 1)), np.ones((2, 1)), np.ones(2))
+        explore.weights(np.ones((2, 1)), np.ones((2, 1)), np.ones(2))

@@ -475,7 +475,7 @@ def test_tensors_and_arrays_make_equal_pages():
     for mine, yours in zip(ours["rows"], theirs["rows"], strict=True):
         for name in ("weights", "output"):
             np.testing.assert_allclose(yours[name], mine[name], rtol=1e-12)
-    assert record(explore.heatmap(Q, K))["raw_scores"] == record(explore.heatmap())["raw_scores"]
+    assert record(explore.weights(Q, K))["raw_scores"] == record(explore.weights())["raw_scores"]
 
 
 @pytest.mark.parametrize(

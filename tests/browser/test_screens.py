@@ -85,7 +85,7 @@ ACTIONS: dict[str, list[Action]] = {
         press("#play", ".at-work", "#play"),
         press("#show-all", *WORK),
     ],
-    "heatmap": [
+    "weights": [
         Action("#picture", ("#cell", "#picture"), "ArrowDown", (0.7, 0.9)),
         Action("#output", ("#cell", "#output"), "ArrowRight", (0.7, 0.9)),
         check("#causal", "#picture", "#causal"),

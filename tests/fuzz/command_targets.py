@@ -31,7 +31,18 @@ COMMANDS = (
 )
 OPTIONS = (
     *("--query", "--head", "--causal", "--json", "--csv", "--output", "-o", "--text", "-t", "--file", "-f"),
-    *("--answer", "--wrong", "--baseline", "--keys", "--top", "-n", "--by", "--layers", "--max-tokens", "--dtype"),
+    *(
+        "--answer",
+        "--wrong",
+        "--baseline",
+        "--keys",
+        "--top",
+        "-n",
+        "--by",
+        "--layers",
+        "--max-tokens",
+        "--dtype",
+    ),
     *(
         "--class",
         "--solution",
@@ -55,7 +66,7 @@ WORDS = (
         "inf",
         "sat",
         "cat",
-        "heatmap",
+        "weights",
         "pipeline",
         "cost",
     ),

@@ -81,12 +81,12 @@ def build_payloads(_: Path) -> RunInput:
 def build_pages(_: Path) -> RunInput:
     from regard.pages.html import build_page
 
-    expected = read_outline(build_page("a", "heatmap", {"tokens": ["b"]}).html)
+    expected = read_outline(build_page("a", "weights", {"tokens": ["b"]}).html)
 
     def run(rng: Random) -> None:
         tokens = [draw_string(rng) for _ in range(3)]
         title = draw_string(rng)
-        page = build_page(title, "heatmap", {"tokens": tokens, "value": draw_value(rng)})
+        page = build_page(title, "weights", {"tokens": tokens, "value": draw_value(rng)})
         repr(page)
         found = read_outline(page.html)
         if found.elements != expected.elements:

@@ -240,5 +240,5 @@ def test_progress_of_another_type_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_title_with_half_a_character_is_saved(tmp_path: Path) -> None:
-    build_page("a\ud800b", "heatmap", {"tokens": ["\ud800"]}).save(tmp_path / "page.html")
+    build_page("a\ud800b", "weights", {"tokens": ["\ud800"]}).save(tmp_path / "page.html")
     assert "<title>a?b</title>" in (tmp_path / "page.html").read_text("utf-8")

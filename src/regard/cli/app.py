@@ -42,7 +42,7 @@ policy_app = typer.Typer(
 # Each command with its short help and an example.
 COMMANDS: dict[Callable[..., int], tuple[str | None, str]] = {
     explain: ("Explain one query step by step.", "regard explain --query sat --causal"),
-    explore: ("Write an interactive page.", "regard explore heatmap mine.npz -o mine.html"),
+    explore: ("Write an interactive page.", "regard explore weights mine.npz -o mine.html"),
     exercise: ("Do the exercises of the book.", "regard exercise 3"),
     look: (
         "Write a page with every head of a model.",

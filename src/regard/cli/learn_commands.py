@@ -58,7 +58,7 @@ def explain(
 
 def explore(
     name: Annotated[
-        Literal["pipeline", "heatmap", "scaling", "geometry", "cost", "memory", "code", "model"],
+        Literal["pipeline", "weights", "scaling", "geometry", "cost", "memory", "code", "model"],
         typer.Argument(metavar="NAME", show_default=False, help="Page to write."),
     ],
     file: MatrixFile = None,

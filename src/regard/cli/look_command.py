@@ -110,7 +110,9 @@ def look(
     run, record = _run(printer, model, options, (text, image, audio), generate)
     with printer.progress("Drawing the heads" if as_picture else "Building the page"):
         if as_picture:
-            figure = draw_heads(run.recording, run.title, image=run.inputs.image, has_text=bool(run.decoder_tokens))
+            figure = draw_heads(
+                run.recording, run.title, image=run.inputs.image, has_text=bool(run.decoder_tokens)
+            )
         else:
             pictured = {} if run.inputs.image is None else {"image": run.inputs.image}
             tokens: dict[str, Any] = {"tokens": run.decoder_tokens}

@@ -234,7 +234,12 @@ def _build_variants(torch: Any, size: ProfileSize) -> tuple[list[TimedVariant], 
         argument = "is_causal=True"
     elif mask_tensor is not None:
         argument = f"attn_mask {size.q_len} × {size.kv_len}"
-    measures = Entropy(), Received(), Distance("lower_right"), Coarse(min(64, size.q_len, size.kv_len), "mean")
+    measures = (
+        Entropy(),
+        Received(),
+        Distance("lower_right"),
+        Coarse(min(64, size.q_len, size.kv_len), "mean"),
+    )
     plan = A.plan(*measures)
     A @ value  # A.kernel is known after the product
 

@@ -1,4 +1,4 @@
-"""Interactive pages: `pipeline`, `heatmap`, `geometry`, `scaling`, `cost`, `memory`, `code`, `model` and `training`.
+"""Interactive pages: `pipeline`, `weights`, `geometry`, `scaling`, `cost`, `memory`, `code`, `model` and `training`.
 
 Each function returns a `Page`, a self-contained HTML file with the caller's numbers. The package may import `learn`,
 `pages`, `core` and everything below them.
@@ -24,7 +24,7 @@ Design notes:
 
 from regard._public import set_public_module
 from regard.explore.code_explorer import code
-from regard.explore.explorers import cost, geometry, heatmap, memory, model, pipeline, scaling, training
+from regard.explore.explorers import cost, geometry, memory, model, pipeline, scaling, training, weights
 from regard.pages.html import Page
 
 __all__ = [
@@ -32,12 +32,12 @@ __all__ = [
     "code",
     "cost",
     "geometry",
-    "heatmap",
     "memory",
     "model",
     "pipeline",
     "scaling",
     "training",
+    "weights",
 ]
 
 set_public_module(globals())

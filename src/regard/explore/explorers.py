@@ -204,7 +204,7 @@ def pipeline(
 MAX_WEIGHTS = 512 * 512  # about five million characters of page
 
 
-def heatmap(
+def weights(
     query: Any = None,
     key: Any = None,
     value: Any = None,
@@ -231,11 +231,11 @@ def heatmap(
     Raises:
         ArgumentError: If the arrays do not fit together or have too many weights.
 
-    >>> from regard.explore import heatmap
-    >>> heatmap()
+    >>> from regard.explore import weights
+    >>> weights()
     <page "Attention weights", ... kB: save(path) writes it>
     """
-    inputs = prepare_inputs("explore.heatmap", query, key, value, tokens, mask)
+    inputs = prepare_inputs("explore.weights", query, key, value, tokens, mask)
     q_len, kv_len = inputs.matrix.shape
     value_dim = inputs.value_dim
     inputs.check_size(
@@ -254,7 +254,7 @@ def heatmap(
 
     return build_page(
         "Attention weights",
-        "heatmap",
+        "weights",
         {
             **inputs.names,
             "named": inputs.has_tokens,

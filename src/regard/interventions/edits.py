@@ -222,8 +222,9 @@ def ablate(
     Args:
         layers: Layers, as in `knockout`.
         heads: Query heads. Default: all.
-        baseline: "zero"; "mean", the mean of the head's output over the tokens of this run, without padding; a recording made
-            with `watch(values=True)`, for the mean over its tokens; or a number that the output is multiplied by.
+        baseline: What the output is replaced by: "zero"; "mean", the mean of the head's output over the tokens of this
+            run, without padding; or a recording made with `watch(values=True)`, for the mean over its tokens. A number
+            multiplies the output.
         queries: Tokens at which the output is replaced, as in `knockout`. Default: all.
         batch: Batch entries. Default: all.
 
@@ -240,10 +241,13 @@ def ablate(
     if getattr(baseline, "ndim", None) == 0 and not getattr(baseline, "requires_grad", False):
         baseline = baseline.item()  # type: ignore[union-attr] # a scalar of NumPy or torch
     is_number = isinstance(baseline, Real) and not isinstance(baseline, bool)
-    if not (is_number or isinstance(baseline, Recording) or (isinstance(baseline, str) and baseline in ("zero", "mean"))):
+    is_name = isinstance(baseline, str) and baseline in ("zero", "mean")
+    if not (is_number or is_name or isinstance(baseline, Recording)):
         raise ArgumentError(
             "ablate",
-            received=f"baseline={baseline!r}" if isinstance(baseline, str) else f"baseline as {describe_argument(baseline)}",
+            received=f"baseline={baseline!r}"
+            if isinstance(baseline, str)
+            else f"baseline as {describe_argument(baseline)}",
             expected='"zero", "mean", a recording, or a number to multiply by',
             hint="For the output of another run at the same positions use patch(source=recording, what='output').",
         )

@@ -76,9 +76,9 @@ def effects(
             `logit_difference(…)`. It may also return a single number: then the edits run one by one.
         edits: "heads" for each head of each layer by itself; or edits, each an edit or a list of edits that apply at
             once.
-        baseline: With "heads", what heads are ablated to, as in `ablate`. "mean", here and in edits, is the mean of the run
-            without edits, also if several edits apply at once. A recording, made with `watch(values=True)`, resamples
-            heads: each takes its output in that run, as `patch(what="output")` does.
+        baseline: With "heads", what the output of a head is replaced by, as in `ablate`. "mean", here and in edits, is
+            the mean of the run without edits, also if several edits apply at once. A recording, made with
+            `watch(values=True)`, resamples heads: each takes its output in that run, as `patch(what="output")` does.
         queries: With "heads", the tokens at which heads are edited.
         keys: With "heads", knock out these keys instead of ablating the heads.
         layers: With "heads", the layers: numbers, names or patterns. Default: all.
@@ -193,7 +193,10 @@ def _list_heads(
     if keys is not None:
         edit_head, text = partial(knockout, keys=keys), f"its edges to keys {keys!r} were knocked out"
     elif isinstance(baseline, Recording):
-        edit_head, text = partial(patch, source=baseline, what="output"), "its output was taken from another run"
+        edit_head, text = (
+            partial(patch, source=baseline, what="output"),
+            "its output was taken from another run",
+        )
     else:
         edit_head, text = partial(ablate, baseline=baseline), f"its output was multiplied by {baseline}"
         if isinstance(baseline, str):

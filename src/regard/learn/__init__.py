@@ -19,7 +19,7 @@ from regard.learn.attention import ScaledDotProductAttention
 from regard.learn.block import (
     FeedForward,
     LayerNorm,
-    MultiHeadAttention,
+    NumpyMultiHeadAttention,
     TransformerBlock,
     dropout,
     gelu,
@@ -104,7 +104,7 @@ __all__ = [
     "FourStepTable",
     "LayerNorm",
     "ModelTable",
-    "MultiHeadAttention",
+    "NumpyMultiHeadAttention",
     "Multiplication",
     "OperationCounts",
     "Profile",

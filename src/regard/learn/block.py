@@ -34,7 +34,8 @@ class Layer:
     def parameters(self) -> dict[str, Floats]:
         """Return the arrays that a model would learn, by name, such as "W_Q" or "attention.W_Q" in a block.
 
-        >>> {name: array.shape for name, array in MultiHeadAttention(embed_dim=4, num_heads=2).parameters().items()}
+        >>> heads = NumpyMultiHeadAttention(embed_dim=4, num_heads=2)
+        >>> {name: array.shape for name, array in heads.parameters().items()}
         {'W_Q': (4, 4), 'W_K': (4, 4), 'W_V': (4, 4), 'W_O': (4, 4)}
         """
         found: dict[str, Floats] = {}
@@ -50,8 +51,8 @@ class Layer:
         return sum(array.size for array in self.parameters().values())
 
 
-class MultiHeadAttention(Layer):
-    """Attention with `num_heads` heads, each on its own `embed_dim / num_heads` columns.
+class NumpyMultiHeadAttention(Layer):
+    """Multi-head attention in NumPy, written to be read. Each head has its own `embed_dim / num_heads` columns.
 
     The projections `W_Q`, `W_K`, `W_V` and `W_O` are arrays (embed_dim, embed_dim) that multiply from the right. A
     model learns them; here they are random, and you can assign others.
@@ -61,7 +62,7 @@ class MultiHeadAttention(Layer):
         num_heads: Number of heads; divides `embed_dim`.
         seed: Seed of the random projections.
 
-    >>> heads = MultiHeadAttention(embed_dim=4, num_heads=2)
+    >>> heads = NumpyMultiHeadAttention(embed_dim=4, num_heads=2)
     >>> heads.W_Q = heads.W_K = heads.W_V = heads.W_O = np.eye(4)
     >>> output, weights = heads(np.eye(4)[:3])
     >>> output.shape, weights.shape
@@ -75,7 +76,7 @@ class MultiHeadAttention(Layer):
     def __init__(self, embed_dim: int, num_heads: int, *, seed: int = 0) -> None:
         received = f"embed_dim {embed_dim} and num_heads {num_heads}"
         hint = f"Choose num_heads from {[n for n in range(1, embed_dim + 1) if embed_dim % n == 0]}."
-        require(embed_dim % num_heads == 0, "MultiHeadAttention", received, "heads of equal width", hint)
+        require(embed_dim % num_heads == 0, "NumpyMultiHeadAttention", received, "heads of equal width", hint)
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.head_dim = embed_dim // num_heads
 
@@ -108,17 +109,17 @@ class MultiHeadAttention(Layer):
         Returns:
             The output (…, q_len, embed_dim) and the weights of every head (…, num_heads, q_len, kv_len).
 
-        >>> heads = MultiHeadAttention(embed_dim=6, num_heads=3)
+        >>> heads = NumpyMultiHeadAttention(embed_dim=6, num_heads=3)
         >>> output, weights = heads.forward(np.ones((2, 5, 6)), key=np.ones((2, 7, 6)))
         >>> output.shape, weights.shape
         ((2, 5, 6), (2, 3, 5, 7))
         """
-        mask = read_mask("MultiHeadAttention", mask, true_means)
+        mask = read_mask("NumpyMultiHeadAttention", mask, true_means)
         key = query if key is None else key
         value = key if value is None else value
 
         query, key, value = (
-            as_floats("MultiHeadAttention", "tokens", x, "n", "embed_dim") for x in (query, key, value)
+            as_floats("NumpyMultiHeadAttention", "tokens", x, "n", "embed_dim") for x in (query, key, value)
         )
         with np.errstate(invalid="ignore", over="ignore"):  # a masked row may be infinite
             Q = self.split_heads(query @ self.W_Q)  # (…, num_heads, q_len, head_dim)
@@ -138,7 +139,7 @@ class MultiHeadAttention(Layer):
         Returns:
             The heads (…, num_heads, n, head_dim).
 
-        >>> MultiHeadAttention(embed_dim=4, num_heads=2).split_heads([[0, 1, 2, 3], [4, 5, 6, 7]])
+        >>> NumpyMultiHeadAttention(embed_dim=4, num_heads=2).split_heads([[0, 1, 2, 3], [4, 5, 6, 7]])
         array([[[0., 1.],
                 [4., 5.]],
         <BLANKLINE>
@@ -157,7 +158,7 @@ class MultiHeadAttention(Layer):
         Returns:
             The heads side by side (…, n, embed_dim).
 
-        >>> heads = MultiHeadAttention(embed_dim=4, num_heads=2)
+        >>> heads = NumpyMultiHeadAttention(embed_dim=4, num_heads=2)
         >>> heads.merge_heads([[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
         array([[0., 1., 2., 3.],
                [4., 5., 6., 7.]])
@@ -314,7 +315,7 @@ class TransformerBlock(Layer):
         seed: int = 0,
     ) -> None:
         self.norm = as_choice("TransformerBlock", "norm", norm, ["pre", "post"])
-        self.attention = MultiHeadAttention(embed_dim, num_heads, seed=seed)
+        self.attention = NumpyMultiHeadAttention(embed_dim, num_heads, seed=seed)
         self.attention_norm = LayerNorm(embed_dim)
         hidden_dim = 4 * embed_dim if hidden_dim is None else hidden_dim
         self.feed_forward = FeedForward(embed_dim, hidden_dim, activation=activation, seed=seed)

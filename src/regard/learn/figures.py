@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from regard.learn.block import MultiHeadAttention, TransformerBlock
+from regard.learn.block import NumpyMultiHeadAttention, TransformerBlock
 from regard.learn.canvas import GROUND, WIDTH, Accent, Anchor, Canvas, Figure, format_cell
 from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.cost import Cost
@@ -364,7 +364,7 @@ def draw_crossing() -> Figure:
 def draw_shapes() -> Figure:
     """Draw one token, a sequence, a batch and its heads, each with its shape."""
     batch = np.stack([cat.V] * 3)
-    heads = MultiHeadAttention(embed_dim=4, num_heads=2).split_heads(batch)
+    heads = NumpyMultiHeadAttention(embed_dim=4, num_heads=2).split_heads(batch)
     canvas = Canvas()
     size = (18.0, 18.0)
 

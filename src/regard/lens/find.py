@@ -155,7 +155,9 @@ def find_heads(
             raise out_of_range
         if misfits:
             lists, role, _ = misfits[0]
-            raise token_count_error(operation, lists, {entry[2] for entry in misfits if entry[1] == role}, role)
+            raise token_count_error(
+                operation, lists, {entry[2] for entry in misfits if entry[1] == role}, role
+            )
         raise ArgumentError(
             operation,
             received="tokens that belong to none of the recorded layers",

@@ -217,7 +217,9 @@ def measure_speed(device: str, length: int) -> list[dict[str, Any]]:
 
         kernel = attention(query, key, mask=causal())
         _ = kernel @ value
-        plan = attention(query, key, mask=causal()).plan(Entropy(), Received(), Distance(), Coarse(64, "mean"))
+        plan = attention(query, key, mask=causal()).plan(
+            Entropy(), Received(), Distance(), Coarse(64, "mean")
+        )
         entries = []
         for what, run, description in (
             ("A @ value", run_product, kernel.kernel),

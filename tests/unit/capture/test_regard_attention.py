@@ -225,7 +225,10 @@ def test_the_matrix_is_edited_and_the_output_cannot_be(x):
     expected = weights @ layer.split(layer.v(x)).detach().double()
     torch.testing.assert_close(edited.double(), expected, atol=1e-6, rtol=1e-5)
     assert run.applied[0]["path"] == "matrix replaced"
-    for refused in (regard.interventions.ablate(heads=0), regard.interventions.ablate(heads=0, baseline="mean")):
+    for refused in (
+        regard.interventions.ablate(heads=0),
+        regard.interventions.ablate(heads=0, baseline="mean"),
+    ):
         with (
             pytest.raises(regard.NotCapturedError, match="multiplies the matrix"),
             torch.no_grad(),

@@ -101,7 +101,7 @@ def test_explore_writes_each_page(name, run, tmp_path, monkeypatch):
     assert opened == [(tmp_path / "own.html").as_uri()]
 
 
-@pytest.mark.parametrize("name", ["pipeline", "heatmap", "geometry", "cost"])
+@pytest.mark.parametrize("name", ["pipeline", "weights", "geometry", "cost"])
 def test_a_causal_mask_is_applied_to_the_example_of_the_page(name, run, tmp_path):
     page = tmp_path / "page.html"
     run("explore", name, "--causal", "-o", page)
@@ -120,6 +120,6 @@ def test_characters_outside_the_encoding_are_replaced(tmp_path):
 def test_explore_reads_a_file(run, tmp_path):
     query, key = np.random.default_rng(1).normal(size=(2, 3, 4))
     np.savez(tmp_path / "mine.npz", query=query, key=key, tokens=["x", "y", "z"])
-    run("explore", "heatmap", tmp_path / "mine.npz", "--causal", "-o", tmp_path / "page.html")
-    expected = regard.explore.heatmap(query, key, tokens=["x", "y", "z"], mask=regard.causal())
+    run("explore", "weights", tmp_path / "mine.npz", "--causal", "-o", tmp_path / "page.html")
+    expected = regard.explore.weights(query, key, tokens=["x", "y", "z"], mask=regard.causal())
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == expected.html

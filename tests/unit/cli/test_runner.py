@@ -89,7 +89,7 @@ TEXT = ("--text", "abc")
         (["heds"], "regard: No such command 'heds'. Did you mean 'heads'?"),
         (["--nonsense"], "regard: No such option"),
         (["look"], "regard look: Missing argument 'MODEL'"),
-        (["explore", "nothing"], "'NAME': 'nothing' is not one of 'pipeline', 'heatmap'"),
+        (["explore", "nothing"], "'NAME': 'nothing' is not one of 'pipeline', 'weights'"),
         (["explain", "no.json"], "regard explain: received 'no.json' (No such file or directory)"),
         (["explain", "bad.json"], "received 'bad.json' (not valid JSON: "),
         (["explain", "list.json"], "received 'list.json' with a list; expected query and key"),
@@ -100,7 +100,7 @@ TEXT = ("--text", "abc")
         (["explain", "heads.json"], "query with shape (2, 1, 2); expected one head"),
         (["explain", "heads.json", "--head", "7"], "expected an index into the leading axes, here (2,)"),
         (["explain", "--head", "1"], "Omit --head: the arrays already have one head."),
-        (["explore", "heatmap", "--head", "1"], "Omit --head: the arrays already have one head."),
+        (["explore", "weights", "--head", "1"], "Omit --head: the arrays already have one head."),
         (["explain", "-q", "dog"], "a token that occurs once. Use a position (0–4) or one of: The, cat, sat, on, mat."),
         (["explain", "-q", "9"], "received index 9 for axis 0; expected -5 to 4"),
         (["explore", "code", "bad.json", "--causal"], "received 'bad.json'"),
@@ -223,7 +223,7 @@ def test_an_interrupt_exits_with_130(run, monkeypatch):
 
 def test_shell_completion():
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "_REGARD_COMPLETE": "complete_bash"}
-    env |= {"COMP_WORDS": "regard explore he", "COMP_CWORD": "2"}
+    env |= {"COMP_WORDS": "regard explore we", "COMP_CWORD": "2"}
     code = "import sys; from regard.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["heatmap"]
+    assert done.stdout.split() == ["weights"]

@@ -304,7 +304,14 @@ def test_measures_equal_those_of_the_dense_matrix(mask, engine):
     query, key, value = map(ENGINES[engine], draw(11))
     A = linear_attention(query, key, mask=mask)
     found = A.measure(
-        Entropy(), Distance(), Mass(first(2)), Position(), Received(), Coarse(3, "mean"), TopK(2), Output(value)
+        Entropy(),
+        Distance(),
+        Mass(first(2)),
+        Position(),
+        Received(),
+        Coarse(3, "mean"),
+        TopK(2),
+        Output(value),
     )
     W = np.asarray(A.to_dense())
     q_idx, kv_idx = np.arange(N)[:, None], np.arange(N)

@@ -205,7 +205,11 @@ def test_creating_a_matrix_computes_nothing(tiles: None, counted: list[Any]) -> 
 def test_many_measures_share_one_pass(tiles: None, counted: list[Any]) -> None:
     A = matrix()
     A.measure(
-        regard.Entropy(), regard.TopK(2), regard.Received(), top=regard.TopK(3), coarse=regard.Coarse(3, "mean")
+        regard.Entropy(),
+        regard.TopK(2),
+        regard.Received(),
+        top=regard.TopK(3),
+        coarse=regard.Coarse(3, "mean"),
     )
     assert len(counted) == 3 * 4 and {shape[1:] for shape in counted} == {(4, 4), (3, 4), (4, 1), (3, 1)}
     assert len(A.lse) == Q_LEN

@@ -337,7 +337,9 @@ def test_functions_of_torch_read_compensated_sums_in_any_argument():
 def test_long_sums_keep_the_error_rule_without_float64():
     """Sums over 78 small tiles, as near to float64 as with a float64 accumulator."""
     query, key = draw(1, 1, 1200, 4, count=2)
-    exact = attention(query.double(), key.double(), mask=causal()).measure(Entropy(), Received(), Coarse(2, "mean"))
+    exact = attention(query.double(), key.double(), mask=causal()).measure(
+        Entropy(), Received(), Coarse(2, "mean")
+    )
     errors = {}
     for has_float64 in (True, False):
         with pretend_device.use_device(has_float64=has_float64), use_tile_sizes(rows=100, columns=100):

@@ -280,7 +280,16 @@ def test_12_half_precision_is_upcast_before_and_after_a_product_and_under_autoca
 
 @pytest.mark.parametrize(
     "measure",
-    [Entropy(), Received(), TopK(5), Distance(), Spread(), Mass(first(2)), Coarse(7, "mean"), Coarse(7, "max")],
+    [
+        Entropy(),
+        Received(),
+        TopK(5),
+        Distance(),
+        Spread(),
+        Mass(first(2)),
+        Coarse(7, "mean"),
+        Coarse(7, "max"),
+    ],
     ids=lambda m: type(m).__name__,
 )
 def test_measures_equal_those_of_numpy(measure, small):

@@ -310,10 +310,17 @@ def test_means_are_those_of_the_unedited_run_whatever_the_batch_size(name):
     listed = [
         [ablate(1, heads=0)],
         [ablate(1, heads=0, baseline="mean")],
-        [ablate(0, heads=1), ablate(1, heads=2, baseline="mean"), ablate(5 if name != "Llama" else 1, heads=3)],
+        [
+            ablate(0, heads=1),
+            ablate(1, heads=2, baseline="mean"),
+            ablate(5 if name != "Llama" else 1, heads=3),
+        ],
         [ablate(0, baseline="mean"), ablate(1, baseline="mean", queries=[2, -1], batch=1)],
     ]
-    fixed = ([replace(edit, baseline=clean) if edit.baseline == "mean" else edit for edit in edits] for edits in listed)
+    fixed = (
+        [replace(edit, baseline=clean) if edit.baseline == "mean" else edit for edit in edits]
+        for edits in listed
+    )
     expected = [measure(model, inputs, METRIC, *edits) for edits in fixed]
     by_head = {
         (row["layer"], row["head"]): measure(

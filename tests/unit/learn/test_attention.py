@@ -18,7 +18,7 @@ from regard.explore.code_explorer import read_listing
 from regard.learn import (
     AdditiveAttention,
     CheckedAttention,
-    MultiHeadAttention,
+    NumpyMultiHeadAttention,
     ScaledDotProductAttention,
     TransformerBlock,
     attention_by_loops,
@@ -245,7 +245,7 @@ MASKED_CALLS: dict[str, Any] = {
     "loops": lambda Q, K, V, **mask: attention_by_loops(Q, K, V, **mask).weights,
     "kernel": lambda Q, K, V, **mask: kernel_attention(Q, K, V, **mask)[1],
     "additive": lambda Q, K, V, **mask: AdditiveAttention(d_q=4, d_k=4, hidden_dim=3)(Q, K, V, **mask)[1],
-    "heads": lambda Q, K, V, **mask: MultiHeadAttention(4, 2)(Q, K, V, **mask)[1],
+    "heads": lambda Q, K, V, **mask: NumpyMultiHeadAttention(4, 2)(Q, K, V, **mask)[1],
     "block": lambda Q, K, V, **mask: TransformerBlock(4, 2)(Q, **mask)[1],
     "walk": lambda Q, K, V, **mask: [step.total for step in iter_multiplications(Q, K, V, **mask)],
     "causal": lambda Q, K, V, **mask: family.Causal(d_k=4)(Q, K, V, **mask)[1],

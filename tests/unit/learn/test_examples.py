@@ -46,7 +46,7 @@ def test_the_public_names() -> None:
             assert thing.__doc__
             assert thing.__module__.startswith("regard.learn.")
     wanted = {
-        "MultiHeadAttention",
+        "NumpyMultiHeadAttention",
         "CheckedAttention",
         "ScaledDotProductAttention",
         "attention_by_loops",

@@ -174,7 +174,7 @@ def test_published_numbers(name, fact):
 
 def test_multi_head_splits_columns_as_in_the_book():
     assert NAMED["multi_head"].options == {"num_heads": CAT["heads"], "d_k": CAT["d_k_per_head"]}
-    heads = learn.MultiHeadAttention(embed_dim=4, num_heads=2)
+    heads = learn.NumpyMultiHeadAttention(embed_dim=4, num_heads=2)
     heads.W_Q = heads.W_K = heads.W_V = heads.W_O = np.eye(4)
     split = [family.MultiHead(d_k=2, num_heads=2).split(x, 2) for x in (cat.Q, cat.K, cat.V)]
     close(split[1], heads.split_heads(cat.K))

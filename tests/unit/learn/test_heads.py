@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from regard.learn import (
-    MultiHeadAttention,
+    NumpyMultiHeadAttention,
     create_causal_mask,
     create_padding_mask,
 )
@@ -17,7 +17,7 @@ from tests.helpers.attention_ways import by_loops
 
 
 def explicit_heads(
-    layer: MultiHeadAttention, query: Any, key: Any, value: Any, mask: Any = None
+    layer: NumpyMultiHeadAttention, query: Any, key: Any, value: Any, mask: Any = None
 ) -> tuple[Any, Any]:
     """Compute one sequence head by head, each with its own columns of the projections."""
     outputs, weights = [], []
@@ -32,7 +32,7 @@ def explicit_heads(
 @pytest.mark.parametrize(("embed_dim", "num_heads"), [(6, 1), (6, 2), (6, 3), (6, 6), (15, 5)])
 def test_heads_equal_single_head_attention(embed_dim: int, num_heads: int) -> None:
     rng = np.random.default_rng(0)
-    layer = MultiHeadAttention(embed_dim, num_heads, seed=3)
+    layer = NumpyMultiHeadAttention(embed_dim, num_heads, seed=3)
     x, y, z = (
         rng.normal(size=(5, embed_dim)),
         rng.normal(size=(7, embed_dim)),
@@ -53,7 +53,7 @@ def test_heads_ignore_padding() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, 5, 6))
     lengths = [2, 5, 3]
-    layer = MultiHeadAttention(embed_dim=6, num_heads=2)
+    layer = NumpyMultiHeadAttention(embed_dim=6, num_heads=2)
     output, weights = layer(x, mask=create_padding_mask(lengths, 5))
     assert output.shape == (3, 5, 6)
     assert weights.shape == (3, 2, 5, 5)
@@ -69,7 +69,7 @@ def test_heads_ignore_padding() -> None:
 def test_heads_agree_with_torch() -> None:
     torch = pytest.importorskip("torch")
 
-    layer = MultiHeadAttention(embed_dim=6, num_heads=3, seed=5)
+    layer = NumpyMultiHeadAttention(embed_dim=6, num_heads=3, seed=5)
     theirs = torch.nn.MultiheadAttention(6, 3, bias=False, batch_first=True, dtype=torch.float64)
     with torch.no_grad():
         stacked = np.concatenate([layer.W_Q.T, layer.W_K.T, layer.W_V.T])
@@ -86,7 +86,7 @@ def test_heads_agree_with_torch() -> None:
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 4)])
 def test_merge_is_the_inverse_of_split(lead: tuple[int, ...]) -> None:
-    layer = MultiHeadAttention(embed_dim=15, num_heads=5)
+    layer = NumpyMultiHeadAttention(embed_dim=15, num_heads=5)
     x = np.random.default_rng(0).normal(size=(*lead, 7, 15))
     split = layer.split_heads(x)
     assert split.shape == (*lead, 5, 7, 3)
@@ -97,7 +97,7 @@ def test_merge_is_the_inverse_of_split(lead: tuple[int, ...]) -> None:
 
 
 def test_projections_depend_on_the_seed() -> None:
-    first, again, other = (MultiHeadAttention(embed_dim=64, num_heads=4, seed=s) for s in (1, 1, 2))
+    first, again, other = (NumpyMultiHeadAttention(embed_dim=64, num_heads=4, seed=s) for s in (1, 1, 2))
     for name in ("W_Q", "W_K", "W_V", "W_O"):
         W = getattr(first, name)
         np.testing.assert_array_equal(W, getattr(again, name))
@@ -110,7 +110,7 @@ X32, X34, X52 = np.ones((3, 2)), np.ones((3, 4)), np.ones((5, 2))
 
 
 def test_parameters_by_name() -> None:
-    heads = MultiHeadAttention(4, 2)
+    heads = NumpyMultiHeadAttention(4, 2)
     assert {
         name: array is getattr(heads, name) for name, array in heads.parameters().items()
     } == dict.fromkeys(["W_Q", "W_K", "W_V", "W_O"], True)

@@ -14,7 +14,7 @@ from regard.learn import (
     CheckedAttention,
     FeedForward,
     LayerNorm,
-    MultiHeadAttention,
+    NumpyMultiHeadAttention,
     RecurrentNetwork,
     TransformerBlock,
     compare_softmax_alternatives,
@@ -101,7 +101,13 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         )
         for lengths in ([2, 9], [-1], [[1, 1]], [1.5])
     ),
-    (lambda: MultiHeadAttention(10, 4), "MultiHeadAttention", "num_heads 4", "equal width", "[1, 2, 5, 10]"),
+    (
+        lambda: NumpyMultiHeadAttention(10, 4),
+        "NumpyMultiHeadAttention",
+        "num_heads 4",
+        "equal width",
+        "[1, 2, 5, 10]",
+    ),
     (
         lambda: by_loops(X32[None], X32, X32),
         "attention_by_loops",
@@ -169,7 +175,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: LayerNorm(4)(X32[:, :1]), "LayerNorm", "(3, 1)", "(…, 4)", "embed_dim of your"),
     (lambda: FeedForward(4, 5, activation="tanh"), "FeedForward", "'tanh'", "'relu', 'gelu'", "usual"),
     (lambda: TransformerBlock(4, 2, norm="mid"), "TransformerBlock", "'mid'", "'pre', 'post'", "usual"),
-    (lambda: TransformerBlock(4, 3), "MultiHeadAttention", "num_heads 3", "equal width", "[1, 2, 4]"),
+    (lambda: TransformerBlock(4, 3), "NumpyMultiHeadAttention", "num_heads 3", "equal width", "[1, 2, 4]"),
     (lambda: TransformerBlock(4, 2)(X32), "LayerNorm", "(3, 2)", "(…, 4)", "embed_dim of your"),
     (lambda: TransformerBlock(4, 2)(X34[0]), "TransformerBlock", "(4,)", "(…, n, embed_dim)", "x[None, :]"),
     (lambda: TransformerBlock(4, 2)(X34, mask=X34 > 0), "apply_mask", "(3, 4)", "broadcasts", "axes"),
@@ -240,10 +246,10 @@ def with_parameter(layer: Any, name: str, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: MultiHeadAttention(6, 2)(X34),
-        lambda: MultiHeadAttention(4, 2).split_heads(X32),
-        lambda: MultiHeadAttention(4, 2).merge_heads([X34] * 3),
-        lambda: with_parameter(MultiHeadAttention(4, 2), "W_K", (3, 3))(X34),
+        lambda: NumpyMultiHeadAttention(6, 2)(X34),
+        lambda: NumpyMultiHeadAttention(4, 2).split_heads(X32),
+        lambda: NumpyMultiHeadAttention(4, 2).merge_heads([X34] * 3),
+        lambda: with_parameter(NumpyMultiHeadAttention(4, 2), "W_K", (3, 3))(X34),
         lambda: FeedForward(4, 5)(X32),
         lambda: with_parameter(FeedForward(4, 5), "W_1", (4, 3))(X34),
         lambda: with_parameter(LayerNorm(4), "gain", (3,))(X34),

@@ -180,7 +180,7 @@ def test_cat_row_0_without_scaling(attend: Any, weights: Any) -> None:
 
 @facts(heads="cat/heads", head_dim="cat/d_k_per_head", note="cat/heads_note")
 def test_cat_with_two_heads(heads: int, head_dim: int, note: str) -> None:
-    layer = learn.MultiHeadAttention(embed_dim=4, num_heads=heads)
+    layer = learn.NumpyMultiHeadAttention(embed_dim=4, num_heads=heads)
     layer.W_Q = layer.W_K = layer.W_V = layer.W_O = np.eye(4)
     output, weights = layer(cat.Q, cat.K, cat.V)
     A = regard.attention(layer.split_heads(cat.Q), layer.split_heads(cat.K))

@@ -267,7 +267,9 @@ def test_spread_does_not_cancel_far_from_the_start() -> None:
 
 def test_an_empty_row_measures_zero_and_never_nan() -> None:
     A = matrix(mask=regard.padding([0, 17]))
-    found = A.measure(Entropy(), Received(), Distance(LR), Spread(LR), Mass(first(3)), TopK(3), Coarse(5, "mean"))
+    found = A.measure(
+        Entropy(), Received(), Distance(LR), Spread(LR), Mass(first(3)), TopK(3), Coarse(5, "mean")
+    )
     for result in found:
         for array in result if isinstance(result, tuple) else [result]:
             assert np.isfinite(array).all()

@@ -11,7 +11,7 @@ import numpy as np
 
 from regard.core.attention import attention as build_matrix
 from regard.learn.attention import ScaledDotProductAttention
-from regard.learn.block import MultiHeadAttention
+from regard.learn.block import NumpyMultiHeadAttention
 from regard.learn.checked import scaled_dot_product_attention
 from regard.learn.examples import cat, three_tokens
 from regard.learn.exercises.exercise import (
@@ -837,7 +837,7 @@ def solve_split_heads() -> dict[str, Any]:
 
 
 def _split(x: Any, num_heads: int) -> Any:
-    return MultiHeadAttention(x.shape[-1], num_heads).split_heads(x)
+    return NumpyMultiHeadAttention(x.shape[-1], num_heads).split_heads(x)
 
 
 def _list_head_mistakes() -> list[Mistake]:
@@ -894,7 +894,7 @@ def _list_head_mistakes() -> list[Mistake]:
 
 def _explain_heads() -> str:
     split, wrong = _split(TOKENS, HEADS), TOKENS.reshape(HEADS, len(TOKENS), -1)
-    merged, head_dim = MultiHeadAttention(WIDE, HEADS).merge_heads(split), WIDE // HEADS
+    merged, head_dim = NumpyMultiHeadAttention(WIDE, HEADS).merge_heads(split), WIDE // HEADS
     return (
         f"{TOKENS.shape} → cut each row: {(len(TOKENS), HEADS, head_dim)} → swap the first two axes: {split.shape}.\n"
         f"Head 1 of position 0 begins with x[0, {head_dim}] = {split[1, 0, 0]:.0f}.\n"
