@@ -323,7 +323,7 @@ class _Sweep:
             watching = _MeanWatch(self._model)
             with watching:
                 self._run()
-            means: Any = {"to": watching.means}
+            means: Any = {"baseline": watching.means}
             named = [
                 [replace(edit, **means) if _takes_mean(edit) else edit for edit in entry] for entry in named
             ]
