@@ -104,7 +104,7 @@ def details(tab, i: int, j: int) -> dict[str, str]:
 def stated(tab) -> float:
     """Return the relative error that the page states."""
     return (
-        float(re.search(r"by at most ([\d.]+) % from the original", tab.locator(".exact").text_content())[1])
+        float(re.search(r"The bound for every weight is ([\d.]+) %", tab.locator(".exact").text_content())[1])
         / 100
     )
 
@@ -629,7 +629,7 @@ def test_a_long_context_in_one_file(show):
     )
     assert painted < loaded
     relative = (
-        float(re.search(r"by at most ([\d.]+) % from the original", tab.locator(".exact").text_content())[1])
+        float(re.search(r"The bound for every weight is ([\d.]+) %", tab.locator(".exact").text_content())[1])
         / 100
     )
     rng = np.random.default_rng(2)

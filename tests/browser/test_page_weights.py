@@ -258,14 +258,13 @@ def test_the_error_in_words():
     given = html.encode_record([far, near, same])
     script = f"console.log(JSON.stringify({given}.map(describeError)));"
     sentences = json.loads(run_in_node(script, "components/errorStatement"))
-    start = "This page stores query and key in half precision, and computes every weight from them. A weight differs "
+    half = "This page stores query and key in half precision, and computes every weight from them. "
+    exact = "This page stores query and key exactly; only the arithmetic rounds. "
+    seen = "weights that were compared with the original, none differs by more than"
     assert sentences == [
-        start
-        + "from the original by at most 0.25; among 10 weights that were compared, by at most 150 % of the weight.",
-        start
-        + "by at most 1.3 % from the original; among 12,345 weights that were compared, by at most 0.045 %.",
-        "This page stores query and key exactly; only the arithmetic rounds. A weight differs by at most 0.0004 % from "
-        "the original; among 7 weights that were compared, by at most 2.5e−7 %.",
+        f"{half}Of 10 {seen} 150 % of the weight. The bound for every weight is a difference of 0.25.",
+        f"{half}Of 12,345 {seen} 0.045 %. The bound for every weight is 1.3 %.",
+        f"{exact}Of 7 {seen} 2.5e−7 %. The bound for every weight is 0.0004 %.",
     ]
 
 

@@ -144,6 +144,37 @@ def test_a_notebook_shows_the_page_in_a_sandbox(browser):
     context.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [736, 390])
+def test_a_notebook_gives_each_frame_the_height_of_its_page(browser, width):
+    pages = [explore.pipeline(), explore.weights(), regard.attention(cat.Q, cat.K).page(cat.tokens)]
+    tab = browser.new_page(viewport={"width": width, "height": 900})
+    tab.set_content(f"<!DOCTYPE html><body style='margin: 0'>{''.join(page._repr_html_() for page in pages)}")
+    for frame in tab.locator("iframe").all():
+        frame.scroll_into_view_if_needed()  # a frame that is off screen is not laid out
+        tab.wait_for_timeout(300)
+    wait_for_frames(tab)
+    assert len(set(tab.locator("iframe").evaluate_all("frames => frames.map(it => it.clientHeight)"))) == 3
+    tab.close()
+
+
+def test_a_large_page_is_a_file_beside_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small, *large = (html.Page("All <b>heads</b>", text * (5 << 20)) for text in ("a", "bc", "de"))
+    assert "srcdoc" in small._repr_html_() and list(tmp_path.iterdir()) == []
+    for page in large:
+        link = page._repr_html_()
+        assert len(link) < 500 and "<b>" not in link and "srcdoc" not in link
+        assert (tmp_path / re.search(r'href="([\w.-]+)"', link)[1]).read_text(encoding="utf-8") == page.html
+    assert len(list(tmp_path.iterdir())) == 2  # pages of the same title are files of their own
+
+    def refuse(self, path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(html.Page, "save", refuse)
+    assert "Permission denied" in large[0]._repr_html_() and "href" not in large[0]._repr_html_()
+
+
 SITE_SCRIPT = (Path(__file__).parents[2] / "docs/_static/site.js").read_text(encoding="utf-8")
 
 
@@ -161,7 +192,9 @@ def browser_with_scrollbars(browser):
 @pytest.mark.parametrize("width", [736, 390])
 def test_a_frame_gets_the_height_of_its_page(browser_with_scrollbars, width):
     pages = [make() for make in EXPLORERS] + [regard.attention(cat.Q, cat.K).page(cat.tokens)]
-    frames = "".join(page._repr_html_() for page in pages)
+    frames = "".join(
+        page._repr_html_().partition("<script>")[0] for page in pages
+    )  # the site fits them itself
     context = browser_with_scrollbars.new_context(viewport={"width": width, "height": 900})
     tab = context.new_page()
     said = []

@@ -23,6 +23,7 @@ from regard.images.patch_grid import PatchGrid
 from regard.lens.alignment import Alignment, compute_alignment
 from regard.lens.diagnose import list_layers, run_checks
 from regard.lens.find import compute_rollout, compute_value_norms, find_heads
+from regard.lens.head_grid import build_head_grid
 from regard.lens.head_table import build_head_table
 from regard.lens.layer_checks import CheckedLayer
 from regard.lens.model_page import build_model_page
@@ -278,7 +279,16 @@ class Recording(Mapping[str, AttentionMatrix]):
         return f"Recording({layers}, {self.nbytes:,} bytes held)"
 
     def _repr_html_(self) -> str:
-        return _render_layers(self._summary(), self._joined_calls, list(self._uncaptured))
+        groups = [joined for calls in self._joined_calls.values() for joined in calls]
+        with torch.no_grad():
+            rows, caption = build_head_grid([joined.call for joined in groups[: notebook.MAX_ROWS]])
+        if not rows:
+            return _render_layers(self._summary(), self._joined_calls, list(self._uncaptured))
+        more = len(self) - len({row.name for row in rows})
+        closing = f"{caption} recording.page(tokens) opens every head. "
+        return notebook.render_pictures(
+            self._summary(), rows, closing + _describe_omitted(more, list(self._uncaptured))
+        )
 
     def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
         """Measure every head: a table with one row for each layer and head, from one pass for each layer.
@@ -782,8 +792,14 @@ def _render_layers(
         for number, (name, groups) in enumerate(shown)
     ]
     more = len(joined_calls) - len(shown)
-    closing = f"… and {more:,} more layers. " if more else ""
-    if uncaptured:
-        closing += f"Not captured: {', '.join(uncaptured[:8])}{' …' if len(uncaptured) > 8 else ''}."
     columns = ["layer", "module", "shape", "kernel", "bytes"]
+    closing = _describe_omitted(more, uncaptured)
     return notebook.render_table(summary, columns, rows, [False, True, True, True, False], closing)
+
+
+def _describe_omitted(more: int, uncaptured: Sequence[str]) -> str:
+    """Say how many layers a notebook does not show, and which were not captured."""
+    text = f"… and {more:,} more layer{'s' * (more != 1)}. " if more else ""
+    if uncaptured:
+        text += f"Not captured: {', '.join(uncaptured[:8])}{' …' if len(uncaptured) > 8 else ''}."
+    return text

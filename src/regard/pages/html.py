@@ -91,6 +91,15 @@ def _read(path: str) -> str | None:
 
 WRITE_CHUNK = 1 << 20  # characters encoded at a time, so that a large page is not in memory twice
 MAX_CHARACTERS = 160  # of a name that `shorten` returns
+MAX_EMBEDDED = 5 << 20  # bytes of a page that a notebook stores
+# In a notebook, each frame gets the height that its page reports (components/dom.js), up to a limit.
+FIT_FRAMES = """
+window.regardFrames ||= addEventListener("message", ({ source, data }) => {
+  const frame = [...document.querySelectorAll("iframe")].find((it) => it.contentWindow === source);
+  const height = Math.min(Math.ceil(Number(data?.regardHeight)), 20000);
+  if (frame && height > 0 && (height > frame.clientHeight || data.regardMayShrink)) frame.style.height = `${height}px`;
+}) || true;
+"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,11 +129,28 @@ class Page:
                 file.write(self.html[start : start + WRITE_CHUNK])
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame that can run its own script and nothing else."""
+        """Return the page in a frame that can run its own script and nothing else, or a link if it is large."""
+        if len(self.html) > MAX_EMBEDDED:
+            return self._link_file()
         return (
             f'<iframe title="{html.escape(self.title)}" sandbox="allow-scripts" width="100%" height="760" '
-            f'style="border: 0" srcdoc="{html.escape(self.html)}"></iframe>'
+            f'style="border: 0" srcdoc="{html.escape(self.html)}"></iframe><script>{FIT_FRAMES}</script>'
         )
+
+    def _link_file(self) -> str:
+        """Write the page to the working directory, which is the notebook's, and return a link to it."""
+        words = re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")[:40]
+        # The digest keeps pages of the same title apart.
+        name = f"{words or 'page'}-{hashlib.sha256(self.html.encode()).hexdigest()[:8]}.html"
+        title, size = html.escape(self.title), format_bytes(len(self.html.encode()))
+        try:
+            self.save(name)
+        except OSError as error:
+            reason = html.escape(f"{name} cannot be written: {error.strerror}")
+            return (
+                f"<p>{title}: {size}, too large for a notebook, and {reason}. page.save(path) writes it.</p>"
+            )
+        return f'<p><a href="{name}" target="_blank">{title}</a>: {size} in the file {name} beside the notebook.</p>'
 
     def __repr__(self) -> str:
         return f'<page "{self.title}", {format_bytes(len(self.html.encode()))}: save(path) writes it>'

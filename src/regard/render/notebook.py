@@ -6,7 +6,10 @@ backgrounds, so both light and dark themes are readable. The numbers stay readab
 
 from __future__ import annotations
 
+import base64
 import math
+import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
@@ -22,6 +25,8 @@ BLUE, MAX_OPACITY = "74, 134, 216", 0.55
 SEVERITY_COLORS = {"error": "#d9480f", "warning": "#b58900", "note": "#4a86d8"}
 MAX_CHARS = 200  # of a text in a cell; a token may be a whole book
 MAX_ROWS = 50  # rows of a table, findings of a list
+MAP_SIZE, MAX_WIDTH = 40, 900  # pixels: the edge of a map, and of all maps side by side
+LEVELS = 64  # of opacity of a map; the first is the gap between maps
 
 _CELL_STYLE = "padding: 0.15em 0.6em; white-space: nowrap"
 
@@ -38,6 +43,13 @@ class WeightSample(NamedTuple):
     numbers: Array
     masked: Array
     caption: str
+
+
+class PictureRow(NamedTuple):
+    """Maps to be drawn side by side, `(maps, rows, columns)`, from 0 to 1, and their name."""
+
+    name: str
+    maps: Array
 
 
 class FindingItem(NamedTuple):
@@ -102,6 +114,28 @@ def render_table(
     )
 
 
+def render_pictures(description: str, rows: Sequence[PictureRow], closing: str = "") -> str:
+    """Return rows of maps as pictures, each with its name; the colour is translucent, as that of a weight.
+
+    >>> html = render_pictures("2 layers", [PictureRow("attn", np.eye(3)[None])])
+    >>> html.count("<img"), "<script" in html
+    (1, False)
+    """
+    lines = []
+    for row in rows:
+        heads = len(row.maps)
+        size = max(8, min(MAP_SIZE, MAX_WIDTH // heads))
+        picture = base64.b64encode(_encode_png(row.maps)).decode("ascii")
+        style = f"height: {size}px; width: {heads * size}px; max-width: none; image-rendering: pixelated"
+        image = (
+            f'<img alt="{heads} head{"s" * (heads != 1)} of {_escape(row.name)}" style="{style}" '
+            f'src="data:image/png;base64,{picture}"/>'
+        )
+        lines.append([_row_header(row.name), f'<td style="{_CELL_STYLE}">{image}</td>'])
+    table = _table(["layer", "heads"], lines, [True, True])
+    return _box(_paragraph(description, strong=True), table, _paragraph(closing) if closing else "")
+
+
 def render_findings(
     summary: str, items: Sequence[FindingItem], more: int = 0, checks: Sequence[str] = ()
 ) -> str:
@@ -130,6 +164,28 @@ def render_findings(
     count = f"{len(checks)} checks, {left_out} of them not run"
     folded = f"<details><summary>{count}</summary>{lines}</details>" if checks else ""
     return _box(_paragraph(summary, strong=True) if summary else "", listing, rest, folded)
+
+
+def _encode_png(maps: Array) -> bytes:
+    """Encode maps side by side, `(maps, rows, columns)` from 0 to 1, as a PNG whose opacity is the value."""
+    levels = 1 + np.round((LEVELS - 2) * np.clip(maps, 0.0, 1.0)).astype(np.uint8)
+    levels = np.pad(levels, ((0, 0), (0, 1), (0, 1)))  # level 0 is the gap between maps
+    image = levels.transpose(1, 0, 2).reshape(levels.shape[1], -1)
+    height, width = image.shape
+    colors = bytes(map(int, BLUE.split(","))) * LEVELS
+    opacity = bytes([0, *np.linspace(20, 255, LEVELS - 1).astype(np.uint8).tolist()])
+    lines = np.pad(image, ((0, 0), (1, 0))).tobytes()  # each line starts with its filter, 0 for none
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0),  # 8 bits that are numbers of colours
+        b"PLTE": colors,
+        b"tRNS": opacity,
+        b"IDAT": zlib.compress(lines, 9),
+        b"IEND": b"",
+    }
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
 
 
 def _paragraph(text: str, *, strong: bool = False) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import re
+import struct
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +27,7 @@ from tests.helpers.pages import HOSTILE, faults
 torch = pytest.importorskip("torch")
 
 from regard.lens import Finding, Findings, Table  # noqa: E402
+from regard.lens.head_grid import build_head_grid  # noqa: E402
 
 close = np.testing.assert_allclose
 
@@ -53,6 +60,10 @@ class Read(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
     def handle_data(self, data: str) -> None:
         self.text += data
         if "table" in self.open:
@@ -62,9 +73,9 @@ class Read(HTMLParser):
         raise AssertionError(f"a comment: {data}")
 
 
-def read(thing: Any) -> Read:
+def read(thing: Any, *more_tags: str) -> Read:
     found = Read(thing._repr_html_())
-    assert found.tags <= {
+    assert found.tags - set(more_tags) <= {
         "div",
         "p",
         "strong",
@@ -79,7 +90,12 @@ def read(thing: Any) -> Read:
         "li",
         "span",
     }
-    assert found.attributes <= {"style", "class", "scope", "tabindex"}
+    assert found.attributes - ({"alt", "src"} if "img" in more_tags else set()) <= {
+        "style",
+        "class",
+        "scope",
+        "tabindex",
+    }
     return found
 
 
@@ -263,7 +279,80 @@ def recording():
     return recording
 
 
-def test_a_recording_shows_layers_and_bytes_up_to_the_limit(recording):
+def decode_png(data: bytes) -> np.ndarray:
+    """Return the levels of a PNG with a palette and no filters."""
+    assert data.startswith(b"\x89PNG")
+    chunks, at = {}, 8
+    while at < len(data):
+        size, name = struct.unpack(">I4s", data[at : at + 8])
+        chunks[name] = data[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", data[at + 8 + size : at + 12 + size])[0] == zlib.crc32(name + chunks[name])
+        at += 12 + size
+    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
+    assert len(chunks[b"PLTE"]) == 3 * 64 and list(chunks[b"tRNS"]) == sorted(chunks[b"tRNS"])
+    lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
+    assert not lines[:, 0].any()
+    return lines[:, 1:]
+
+
+def read_pictures(recording):
+    return [
+        decode_png(base64.b64decode(data)) for data in re.findall(r"base64,([^\"]*)", recording._repr_html_())
+    ]
+
+
+def test_a_recording_shows_its_heads():
+    layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
+    with torch.no_grad(), regard.watch(torch.nn.ModuleDict({"first <b>": layer})) as recording:
+        layer(torch.randn(2, 30, 16, generator=torch.Generator().manual_seed(3)))
+    found = read(recording, "img")
+    assert found.tables == [[["layer", "heads"], ["first <b>.self_attn", ""]]]
+    assert "first batch entry" in found.text and f"{recording.nbytes:,} bytes held" in found.text
+    (picture,) = read_pictures(recording)
+    weights = recording["first <b>.self_attn"].to_dense()[0].double().numpy()
+    cell = np.arange(30) * 24 // 30
+    for head, map_ in enumerate(np.split(picture, 4, axis=1)):
+        assert map_.shape == (25, 25) and not map_[-1].any() and not map_[:, -1].any()  # a gap
+        largest = np.array(
+            [[weights[head][np.ix_(cell == a, cell == b)].max() for b in range(24)] for a in range(24)]
+        )
+        expected = 1 + 62 * np.sqrt(largest / largest.max())
+        np.testing.assert_allclose(map_[:-1, :-1], expected, atol=0.51)
+
+
+def test_of_many_weights_some_queries_are_shown(monkeypatch):
+    monkeypatch.setattr("regard.lens.head_grid.MAX_WEIGHTS", 100)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
+    with torch.no_grad(), regard.watch(layer) as recording:
+        layer(torch.randn(1, 30, 16, generator=torch.Generator().manual_seed(3)))
+    assert "one query" in read(recording, "img").text
+    weights = recording["self_attn"].to_dense()[0, 0].double().numpy()[np.linspace(0, 29, 24).astype(int)]
+    cell = np.arange(30) * 24 // 30
+    largest = np.stack([weights[:, cell == b].max(1) for b in range(24)], 1)
+    found = read_pictures(recording)[0][:24, :24]
+    np.testing.assert_allclose(found, 1 + 62 * np.sqrt(largest / largest.max()), atol=0.51)
+
+
+def test_the_picture_of_a_large_model_is_small():
+    """Random weights do not compress: 40 layers of 32 heads."""
+    shape = (1, 32, 64, 64)
+    rng = np.random.default_rng(0)
+    calls = [SimpleNamespace(name=f"layers.{i}.attn", shape=shape) for i in range(40)]
+
+    def draw(call, edge, samples):
+        return rng.uniform(size=(32, edge, edge))
+
+    with mock.patch("regard.lens.head_grid._draw_heads", draw):
+        rows, _ = build_head_grid(calls)
+    assert len(rows) == 40 and len(notebook.render_pictures("a model", rows)) < 200_000
+
+
+def test_a_recording_of_measures_shows_layers_and_bytes_up_to_the_limit():
+    model = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 60, enable_nested_tensor=False
+    ).eval()
+    with regard.watch(model, measures="default") as recording:
+        model(torch.randn(1, 5, 16))
     found = read(recording)
     ((head, *rows),) = found.tables
     assert head == ["layer", "module", "shape", "kernel", "bytes"]
@@ -356,7 +445,7 @@ def test_in_a_browser_no_script_runs_and_everything_is_accessible(browser, recor
         f'<!DOCTYPE html><html lang="en"><title>notebook</title><body style="background: {paper}; color: {ink}; '
         f'font: 13px sans-serif"><main><h1>notebook</h1>{body}</main>'
     )
-    assert tab.locator("main script, main img, main b").count() == 0
+    assert tab.locator("main script, main img:not([src^='data:image/png']), main b").count() == 0
     assert tab.locator("th", has_text="<img src=x onerror=alert(1)>").count() == 4
     assert faults(tab) == []
     assert events == []

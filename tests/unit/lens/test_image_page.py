@@ -111,7 +111,9 @@ def test_stored_rows_are_the_weights():
     from regard.lens.picture_page import ROUNDING, _build_layers, _encode_rows, _find_recorded
 
     calls = [entry for entry in recording._layer_calls() if entry.module == layer]
-    [shown] = _build_layers(_find_recorded(calls, recording._module_hints.image_passes, 1, []), None, [2, 0])
+    [shown] = _build_layers(
+        _find_recorded(calls, recording._module_hints.image_passes, 1, []), None, None, [2, 0]
+    )
     record = _encode_rows(shown, 6)
     assert record["queries"][0] == 0 and len(set(record["queries"])) == 6
     import base64

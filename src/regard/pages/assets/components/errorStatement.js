@@ -11,10 +11,10 @@ function roundUp(value) {
 export function describeError(error) {
   const bound = Number(error.relative), found = Number(error.found_relative);
   const source = error.exact
-    ? "This page stores query and key exactly; only the arithmetic rounds. A weight differs"
-    : "This page stores query and key in half precision, and computes every weight from them. A weight differs";
-  const limit = bound < 1 ? `by at most ${roundUp(100 * bound)} % from the original`
-    : `from the original by at most ${roundUp(Number(error.absolute))}`;
-  return `${source} ${limit}; among ${error.compared.toLocaleString("en-GB")} weights that were compared, `
-    + `by at most ${roundUp(100 * found)} %${bound < 1 ? "" : " of the weight"}.`;
+    ? "This page stores query and key exactly; only the arithmetic rounds."
+    : "This page stores query and key in half precision, and computes every weight from them.";
+  const seen = `Of ${error.compared.toLocaleString("en-GB")} weights that were compared with the original, none differs by more than `
+    + `${roundUp(100 * found)} %${bound < 1 ? "" : " of the weight"}.`;
+  const limit = bound < 1 ? `${roundUp(100 * bound)} %` : `a difference of ${roundUp(Number(error.absolute))}`;
+  return `${source} ${seen} The bound for every weight is ${limit}.`;
 }
