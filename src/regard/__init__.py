@@ -65,7 +65,9 @@ if TYPE_CHECKING:
     from regard.core.explanation import Explanation as Explanation
     from regard.diagnosis.compare import compare as compare
     from regard.diagnosis.doctor import doctor as doctor
+    from regard.interventions.effect_sweep import effects as effects
     from regard.interventions.intervene import intervene as intervene
+    from regard.lens.look_page import look as look
     from regard.lens.recording import load_recording as load_recording
     from regard.lens.watch import watch as watch
 
@@ -134,8 +136,10 @@ _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",
     "compare": "regard.diagnosis.compare",
     "doctor": "regard.diagnosis.doctor",
+    "effects": "regard.interventions.effect_sweep",
     "intervene": "regard.interventions.intervene",
     "load_recording": "regard.lens.recording",
+    "look": "regard.lens.look_page",
     "watch": "regard.lens.watch",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +14,7 @@ from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions
 from regard.cli.output import Printer, check_output, save_file, save_page, style_text
 from regard.errors import ArgumentError, NotCapturedError
 from regard.models import load
-from regard.models.model_inputs import GeneratedText, ModelInputs, prepare_generation, prepare_inputs
-from regard.models.model_inputs import generate as generate_tokens
-from regard.pages.html import shorten_path
+from regard.models.model_inputs import GeneratedText, prepare_generation, prepare_inputs
 from regard.types import Array
 
 if TYPE_CHECKING:
@@ -25,6 +22,7 @@ if TYPE_CHECKING:
 
     from regard.capture.call import Call
     from regard.images.patch_grid import PatchGrid
+    from regard.lens.look_page import LookRun
     from regard.lens.recording import Recording
     from regard.lens.table import Table
 
@@ -39,37 +37,6 @@ INCHES = 1.7  # edge of a map
 MAX_LABEL = 36  # characters beside a map
 MAX_LINE = 24  # of them on one line
 CELLS = 128  # of a map along an edge; longer sequences show the maximum of each cell
-
-
-@dataclass(frozen=True)
-class LookRun:
-    """A run of `look`."""
-
-    inputs: ModelInputs
-    recording: Recording
-    generated: GeneratedText | None
-    title: str
-
-    @property
-    def decoder_tokens(self) -> list[str] | None:
-        """The tokens of the decoder, or of the only sequence; None without a text."""
-        tokens = self.inputs.decoder_tokens if self.generated is None else self.generated.tokens
-        return list(tokens) or None
-
-    @property
-    def encoder_tokens(self) -> list[str] | None:
-        """The tokens or the times of the encoder's frames; None without an encoder beside the decoder."""
-        if not self.inputs.is_encoder_decoder:
-            return None
-        if self.inputs.tokens:
-            return list(self.inputs.tokens)
-        lengths = [
-            self.recording.calls(name)[0].shape[-1] for name in self.recording if "decoder" not in name
-        ]
-        seconds = self.inputs.seconds
-        if seconds is None or not lengths:
-            return None
-        return [f"{frame * seconds / lengths[-1]:.2f} s" for frame in range(lengths[-1])]
 
 
 def look(
@@ -110,15 +77,9 @@ def look(
     run, record = _run(printer, model, options, (text, image, audio), generate)
     with printer.progress("Drawing the heads" if as_picture else "Building the page"):
         if as_picture:
-            figure = draw_heads(
-                run.recording, run.title, image=run.inputs.image, has_text=bool(run.decoder_tokens)
-            )
+            figure = draw_heads(run.recording, run.title, image=run.inputs.image, has_text=bool(run.tokens))
         else:
-            pictured = {} if run.inputs.image is None else {"image": run.inputs.image}
-            tokens: dict[str, Any] = {"tokens": run.decoder_tokens}
-            if run.inputs.is_encoder_decoder:
-                tokens = {"tokens": run.encoder_tokens, "query_tokens": run.decoder_tokens}
-            page = run.recording.page(**tokens, title=run.title, **pictured)
+            page = run.build_page()
     if as_picture:
         save_file(printer, run.title, output, show, record, figure.savefig)
     else:
@@ -169,29 +130,26 @@ def _run(
         warn_if_truncated(printer, text, options.max_tokens)
     if inputs.is_encoder_decoder and num_generated is None and inputs.decoder_ids.shape[1] == 1:
         printer.warn("The decoder reads its start token only; --generate N lets it continue.")
+    from regard.lens.look_page import LookRun, run_inputs
+
     generated: GeneratedText | None = None
     description = inputs.description
 
     def run(advance: Callable[[], None]) -> str:
         nonlocal generated, description
-        if num_generated is not None:
-            generated = generate_tokens(inputs, num_generated, advance)
+        generated = run_inputs(inputs, num_generated, advance)
+        if generated is not None:
             description += f" and {generated.ids.shape[1] - generated.num_given:,} generated"
-        elif text is not None and not inputs.is_encoder_decoder:
-            for _ in loaded.forward_chunks(text):
-                advance()
-        else:
-            inputs.forward()
         return description
 
     num_chunks = 1 if text is None or inputs.is_encoder_decoder else loaded.num_chunks(text)
     recording, record = record_run(
         printer, loaded, options.layers, inputs.description, run, num_generated or num_chunks
     )
-    look_run = LookRun(inputs, recording, generated, f"{shorten_path(model)} on {inputs.description}")
+    look_run = LookRun(inputs, recording, generated)
     record["inputs"] = description
     record["notes"] += inputs.notes
-    record["tokens"] = len(look_run.decoder_tokens or ())
+    record["tokens"] = len(look_run.tokens or ())
     if text is not None:
         record["text_tokens"] = text.full_length
     if generated is not None:

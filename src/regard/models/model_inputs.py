@@ -99,11 +99,11 @@ class ModelInputs:
 def prepare_inputs(
     loaded: LoadedModel,
     text: str | None,
-    image: Path | None,
+    image: Any,
     audio: Path | None,
     max_tokens: int | None = None,
 ) -> ModelInputs:
-    """Turn a text, an image file or a WAV file into the arguments of a model; beside sound, the text is its transcript.
+    """Turn a text, an image or a WAV file into the arguments of a model; beside sound, the text is its transcript.
 
     Of a model with several parts, the one that reads the inputs is taken: CLIP's image encoder for an image alone. An
     encoder-decoder model is run as a whole; its decoder reads its start token, or with sound the transcript. `loaded`
@@ -176,14 +176,14 @@ def _prepare_audio(loaded: LoadedModel, path: Path, text: str | None, max_tokens
     )
 
 
-def _prepare_image(loaded: LoadedModel, path: Path, text: str | None, max_tokens: int | None) -> ModelInputs:
+def _prepare_image(loaded: LoadedModel, image: Any, text: str | None, max_tokens: int | None) -> ModelInputs:
     model = loaded.model
     has_two_encoders = all(getattr(model, name, None) is not None for name in ("text_model", "vision_model"))
     is_joined = not has_two_encoders and _reads_beside_text(loaded, "vision_config")
     if not is_joined and not has_two_encoders and _main_input(loaded) != "pixel_values":
         raise _unread(loaded, "images")
     processor = find_processor(loaded, "text and image" if is_joined else "image")
-    pixels = load_pixels(path, OPERATION)
+    pixels = load_pixels(image, OPERATION)
     picture = import_optional("PIL.Image", "hf").fromarray(pixels)
     height, width = pixels.shape[:2]
     description = f"an image of {width:,} × {height:,} pixels"

@@ -32,7 +32,9 @@ def test_look_writes_the_page_of_the_recording(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{title}: {path}, ")
     assert captured.err.startswith("examples.induction:load: Model, ")
-    assert path.read_text(encoding="utf-8") == recording.page(list(LINE), title=title).html
+    written = path.read_text(encoding="utf-8")
+    assert written == recording.page(list(LINE), title=title).html
+    assert written == regard.look("examples.induction:load", LINE).html
     assert (
         main(["look", "examples.induction:load", "-t", LINE, "-o", str(path), "-l", "layers.1*", "--json"])
         == 0
