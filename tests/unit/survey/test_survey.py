@@ -325,7 +325,7 @@ def test_a_directory_without_a_survey_raises(survey, tmp_path):
         regard.survey.load(tmp_path)
 
 
-@pytest.mark.parametrize("call", ["open('a')", "run('a', 'b', 'c')"])
+@pytest.mark.parametrize("call", ["load('a')", "run('a', 'b', 'c')"])
 def test_a_missing_extra_is_named_in_one_line(call):
     code = f"""if True:
         import sys
