@@ -796,21 +796,21 @@ class AttentionMatrix(Generic[ArrayT]):
         return heatmap(self, tokens, **options)
 
     def explain(
-        self, q_idx: int, value: Array | None = None, tokens: Sequence[str] | None = None
+        self, query: int, value: Array | None = None, tokens: Sequence[str] | None = None
     ) -> Explanation:
         """Compute the four steps of one query with every number; `print` the result to read them.
 
         The matrix must have one head. Choose one of several by its index: `A[0, 3].explain(7)`.
 
         Args:
-            q_idx: Index of the query. Negative indices count from the end.
+            query: Position of the query. Negative positions count from the end.
             value: Value of this head, for the fourth step: (kv_len, value_dim).
             tokens: Labels of the keys, kv_len strings.
 
         Raises:
             ArgumentError: If the matrix has several heads, or value or tokens do not have kv_len entries.
-            ArgumentTypeError: If `q_idx` is not an integer.
-            IndexOutOfRangeError: If there is no query `q_idx`.
+            ArgumentTypeError: If `query` is not an integer.
+            IndexOutOfRangeError: If there is no such query.
 
         >>> import regard
         >>> print(regard.attention([[1, 0]], [[1, 0], [0, 1]], scale=1.0).explain(0, tokens=["a", "b"]))
@@ -827,10 +827,10 @@ class AttentionMatrix(Generic[ArrayT]):
            b  0.3679  0.2689  ██████████
         """
         self._require_all_keys("explain(…)")
-        check_one_head(self.shape, "explain", f"A[{{}}].explain({q_idx})")
+        check_one_head(self.shape, "explain", f"A[{{}}].explain({query})")
         from regard.core.explanation import explain_row
 
-        return explain_row(self.problem, resolve_row(self.shape, "explain", q_idx), value, tokens)
+        return explain_row(self.problem, resolve_row(self.shape, "explain", query), value, tokens)
 
     def page(
         self,

@@ -79,7 +79,7 @@ ERRORS = {
     "between: received keys with position -4; expected positions from 0 to 2, or from −3 to −1 from the end. Queries "
     "count the rows of the matrix, keys its columns.": lambda: attention(EYE, EYE, mask=between(keys=-4)),
     "between: received queries as str 'a'; expected an integer, a slice, or a list of integers. For example "
-    "between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
+    "regard.masks.between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
     "mask & other: received int 3; expected another mask. Wrap a boolean array, True = attend, as "
     "regard.masks.dense(array).": lambda: causal() & 3,
     "document: received [1, 2]; expected one id for each token. Pass a list of ids.": lambda: document(
