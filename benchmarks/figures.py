@@ -45,38 +45,20 @@ def format_table() -> str:
             f"{_format_time(row['bare_ms'])}, {baseline}",
         )
 
-    head_map, model_page = pages["head map"], pages["model page"]
+    model_page = pages["model page"]
     lines: list[tuple[str, str, str]] = [
         ("`A @ value`, 8 heads, 4,096 tokens", *compare("A @ v", "the bare kernel")),
-        ("`A @ value`, causal", *compare("A @ v, causal", "the bare kernel")),
-        ("`A @ value`, a causal window of 256", *compare("window of 256", "the kernel with that mask")),
         (
-            "output, entropy, received, distance and a picture",
+            "output, entropy, received weight, distance and a picture",
             *compare("dense: four measures", "stored weights"),
         ),
         (
-            "131,072 tokens, causal: output, lse, entropy, received, picture",
-            *compare("131,072 tokens, causal", "the bare kernel's output"),
-        ),
-        (
-            "afterwards, any 512 × 512 tile of it",
-            _format_time(rows["131,072 tokens: then any tile"]["ours_ms"]),
-            "–",
-        ),
-        (
             "the page of MiniLM's 72 heads, 512 tokens",
-            f"{model_page['MB file']:.1f} MB in {model_page['seconds']:.1f} s, "
-            f"painted after {_format_time(model_page['first paint'])}",
-            "BertViz 1.4.1: 869 MB in 29 s",
-        ),
-        (
-            "the page of one head, 131,072 tokens",
-            f"{head_map['MB file']:.0f} MB, painted after {_format_time(head_map['first paint'])}, a tile in "
-            f"{_format_time(head_map['tile, each weight'])} to {_format_time(head_map['tile, mean of 4 × 4'])}",
-            "–",
+            f"{model_page['MB file']:.1f} MB in {model_page['seconds']:.1f} s",
+            "869 MB in 29 s, BertViz 1.4.1",
         ),
     ]
-    head = ["| float32, two cores | regard | compared with |", "| --- | --- | --- |"]
+    head = ["| | regard | compared with |", "| --- | --- | --- |"]
     return "\n".join(head + [f"| {' | '.join(line)} |" for line in lines])
 
 
