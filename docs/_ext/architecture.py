@@ -22,7 +22,7 @@ Each package of `regard` stands above the packages that it imports, so no line p
 
 """
 
-DESIGN_SECTIONS = ("The life of a call", "Decisions that bind the whole")
+DESIGN_SECTIONS = ("The life of a call", "Design decisions")
 
 Imports = dict[str, set[str]]
 
