@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from nbclient import NotebookClient
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
@@ -23,7 +25,7 @@ release = version = regard.__version__
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 # Of our own: pages writes the reference from the docstrings, course the contents, notebooks what is downloaded.
-extensions = ["myst_nb", "sphinx_copybutton", "pages", "course", "notebooks"]
+extensions = ["myst_nb", "sphinx_copybutton", "pages", "course", "supported_models", "notebooks"]
 # Address of the repository on GitHub, for links that open the notebooks in hosted services. They are read from the
 # branch on which the built site is published: scripts/docs site docs/_build -D repository=https://github.com/owner/name
 repository = ""
@@ -91,10 +93,21 @@ def mathml(visitor: Any, node: nodes.Element, block: bool) -> None:
     raise nodes.SkipNode
 
 
-def fix_navigation(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Give the captions of the navigation a level: they have the role of a heading, and screen readers need one."""
+def group_navigation(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Put the caption of a nested toctree above its pages in the navigation, where Sphinx leaves it out."""
     tree = context["furo_navigation_tree"]
-    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    for toc in app.env.tocs.values():
+        for toctree in toc.findall(addnodes.toctree):
+            if caption := toctree.get("caption"):
+                first = toctree["entries"][0][1]
+                href = "#" if first == docname else context["pathto"](first)
+                tree = re.sub(
+                    rf'<li class="[^"]*"><a class="[^"]*" href="{re.escape(href)}">',
+                    lambda item, caption=caption: f'<li class="group">{caption}</li>{item[0]}',
+                    tree,
+                    count=1,
+                )
+    context["furo_navigation_tree"] = tree
 
 
 def check_pages(app: Sphinx, exception: Exception | None) -> None:
@@ -108,6 +121,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml", (lambda v, n: mathml(v, n, False), None), (lambda v, n: mathml(v, n, True), None)
     )
-    app.connect("html-page-context", fix_navigation, priority=900)  # after the theme built the navigation
+    app.connect("html-page-context", group_navigation, priority=900)  # after the theme built the navigation
     app.connect("build-finished", check_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+import html
 import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -130,6 +133,29 @@ class Drawing(SphinxDirective):
         return [nodes.raw("", figure._repr_html_(), format="html")]
 
 
+class LivePage(SphinxDirective):
+    """Run the Python block above, and show the `page` that it made in a frame.
+
+    The frame loads a file of its own, so that the text around it is there first.
+    """
+
+    def run(self) -> list[nodes.Node]:
+        *_, block = self.state.document.findall(nodes.literal_block)
+        examples = doctest.DocTestParser().get_examples(block.astext() + "\n")
+        names: dict[str, Any] = {}
+        exec("".join(example.source for example in examples), names)
+        folder = Path(self.env.app.outdir) / "_live"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{self.env.docname.replace('/', '-')}.html"
+        names["page"].save(file)
+        depth = "../" * self.env.docname.count("/")
+        frame = (
+            f'<iframe class="live" title="{html.escape(names["page"].title)}" sandbox="allow-scripts" '
+            f'src="{depth}{folder.name}/{file.name}"></iframe>'
+        )
+        return [nodes.raw("", frame, format="html")]
+
+
 # -- Sphinx hooks -----------------------------------------------------------------------------------------
 
 
@@ -152,5 +178,6 @@ def insert_tables(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("drawing", Drawing)
+    app.add_directive("live-page", LivePage)
     app.connect("source-read", insert_tables)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

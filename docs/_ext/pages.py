@@ -16,7 +16,7 @@ from error_index import errors_page
 from sphinx.application import Sphinx
 
 INDEX = """\
-# Reference
+# API reference
 
 Every public name, generated from the docstrings when the site is built. The examples run in the tests. A name that can
 be imported from `regard` itself is listed under its module with the shorter name.
@@ -27,6 +27,10 @@ block belongs to, and `xp` is the array library as an array API namespace.
 
 ```{toctree}
 :hidden:
+
+errors
+../measures
+../glossary
 """
 
 
@@ -39,7 +43,7 @@ def build_pages() -> dict[str, str]:
     pages["architecture"] = architecture_page()
     entries = "\n".join(f"{module.name} <{module.page}>" for module in modules)
     sections = "\n\n".join(index_section(module, links) for module in modules)
-    pages["index"] = f"{INDEX}\n{entries}\n```\n\n{sections}\n"
+    pages["index"] = f"{INDEX}{entries}\n```\n\n{sections}\n"
     return pages
 
 

@@ -41,15 +41,42 @@ addEventListener("resize", () => {
   if (innerWidth === pageWidth) return; // a phone hides its address bar
   pageWidth = innerWidth;
   clearTimeout(askTimer);
-  askTimer = setTimeout(askFrames, 200);
+  askTimer = setTimeout(() => (askFrames(), markWide()), 200);
 });
 
-// Make blocks that are wider than the page focusable, so that the keyboard can scroll them.
-addEventListener("load", () => {
+// Make blocks that are wider than the page focusable, so that the keyboard can scroll them, and let long names scroll.
+function markWide() {
   for (const block of document.querySelectorAll("pre, math, .architecture, .table-wrapper, .text_html")) {
     if (block.scrollWidth > block.clientWidth) block.tabIndex = 0;
   }
-});
+  for (const name of document.querySelectorAll("article code .pre")) {
+    const line = name.closest("p, li, dd, dt, h1, h2, h3, summary");
+    name.classList.toggle("wide", line !== null && !name.closest("table") && name.scrollWidth > line.clientWidth);
+  }
+}
+addEventListener("load", markWide);
 
 // A page opened as a file cannot read other pages, so the search cannot show excerpts.
 if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
+
+// Filter the table of supported models: rows without the words are hidden, and kinds with a match are unfolded.
+addEventListener("DOMContentLoaded", () => {
+  const field = document.getElementById("model-filter");
+  if (!field) return;
+  field.closest("p").hidden = false;
+  field.addEventListener("input", () => {
+    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    let total = 0;
+    for (const kind of document.querySelectorAll("details.models")) {
+      let matches = 0;
+      for (const row of kind.querySelectorAll("tbody tr")) {
+        row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+        matches += !row.hidden;
+      }
+      kind.hidden = !matches;
+      kind.open = words.length > 0 && matches > 0;
+      total += matches;
+    }
+    document.querySelector(".filter [role=status]").textContent = words.length ? `${total} models` : "";
+  });
+});

@@ -1,28 +1,47 @@
-"""The loop of the pages about models: build every base model of transformers tiny, check it, and list the results."""
+"""The loop behind the page of supported models: build every base model of transformers tiny, check it, keep the result."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
+from transformers.models.auto import modeling_auto as auto
 
 from tests.helpers.base_models import VARIANTS, build_model, list_models
 
-from .page import add_write_option, format_table
+from .page import DOCS
 
+RESULTS = DOCS / "supported-models.json"
 Result = tuple[str, str]  # a word, and a remark
-Row = tuple[str, str, str]  # the name of a model class, and its result
 
 
-def add_model_options(parser: argparse.ArgumentParser, page: str) -> None:
-    """Add the options that both pages have."""
-    add_write_option(parser, page)
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all checks of models have."""
+    parser.add_argument("--write", action="store_true", help=f"keep the results in docs/{RESULTS.name}")
     parser.add_argument("only", nargs="*", help="model types; default: all, which takes long")
+
+
+def find_kind(model_class: Any, config_class: Any) -> str:
+    """Return the kind of model, by which the page groups: what it reads, and what it is for."""
+    parts = getattr(config_class, "sub_configs", {})
+    main = getattr(model_class, "main_input_name", "input_ids")
+    if "text_config" in parts and len(parts) > 1:
+        return "images or sound with text"
+    if main == "pixel_values" or "vision" in config_class.model_type:
+        return "images and video"
+    if main in ("input_features", "input_values"):
+        return "sound"
+    if config_class in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        return "text to text"
+    if config_class in auto.MODEL_FOR_MASKED_LM_MAPPING:
+        return "text encoders"
+    return "text generation" if config_class in auto.MODEL_FOR_CAUSAL_LM_MAPPING else "other models"
 
 
 def describe_error(error: Exception, length: int) -> str:
@@ -54,25 +73,34 @@ def check_model(model_class: type, config_class: Any, check: Check) -> Result:
     return result
 
 
-def check_models(only: list[str], check: Check) -> tuple[list[Row], Counter[str]]:
-    """Check every model class once, or those of some types; print and return the results, and count them."""
+def check_models(column: str, options: argparse.Namespace, check: Check) -> int:
+    """Check every model class once, or those of some types, and print the results; return 1 if any failed.
+
+    Args:
+        column: Key of the results in docs/supported-models.json: watch, intervene or implementation.
+        options: With `write`, the file gets the results; results of models that were not checked stay.
+        check: Checks one variant of a model.
+    """
     warnings.simplefilter("ignore")
     hf.logging.set_verbosity_error()
     torch.set_grad_enabled(False)
+    kinds: dict[str, str] = {}
     rows: dict[str, Result] = {}
     for model_type, model_class, config_class in list_models():
         name = model_class.__name__
-        if (only and model_type not in only) or name in rows:
+        if (options.only and model_type not in options.only) or name in rows:
             continue
         rows[name] = result, remark = check_model(model_class, config_class, check)
+        kinds[name] = find_kind(model_class, config_class)
         print(f"{result:17} {name:40} {remark}", flush=True)
     counts = Counter(result for result, _ in rows.values())
     print(dict(counts))
-    return [(name, *row) for name, row in rows.items()], counts
-
-
-def format_rows(rows: Iterable[Row], remark: str = "remark") -> str:
-    """Format the table of models, results and remarks."""
-    return format_table(
-        ("model", "result", remark), [[cell.replace("|", " ") for cell in row] for row in rows]
-    )
+    if options.write:
+        found = json.loads(RESULTS.read_text("utf-8"))
+        found["transformers"][column] = hf.__version__
+        for name, row in rows.items():
+            found["models"].setdefault(name, {})
+            found["models"][name] |= {"kind": kinds[name], column: list(row)}
+        found["models"] = dict(sorted(found["models"].items()))
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return int(counts["failed"] > 0)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -33,15 +32,7 @@ from regard.transformers import AttentionWeights
 from regard.transformers.attention_function import attention_forward
 from tests.helpers.base_models import build_model, flatten_tensors
 
-from .base_models import (
-    Result,
-    Row,
-    add_model_options,
-    check_models,
-    describe_error,
-    format_rows,
-)
-from .page import write_page
+from .base_models import Result, add_model_options, check_models, describe_error
 
 WINDOW = 5
 ATTENTIONS = ("encoder_attentions", "decoder_attentions", "cross_attentions", "attentions")
@@ -51,19 +42,15 @@ MODES: dict[str, dict[str, Any]] = {
     "sampling": {**GREEDY, "do_sample": True},
     "static cache": {**GREEDY, "cache_implementation": "static"},
 }
-REMARKS = {"bit-equal": 2, "equal to eager": 1, "refused": 0, "failed": 0, "outside": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser, "implementation-coverage")
+    add_model_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check the models and print the results; return 1 if any failed."""
-    rows, counts = check_models(options.only, check_variant)
-    if options.write:
-        write_page("implementation-coverage", format_page(rows, counts))
-    return int(counts["failed"] > 0)
+    return check_models("implementation", options, check_variant)
 
 
 class OutsideError(Exception):
@@ -283,35 +270,3 @@ def check_variant(variant: str, built: tuple[Any, ...]) -> tuple[Result, bool]:
     except Exception as error:
         result, remark = "failed", describe_error(error, 160)
     return (result, remark), True
-
-
-def format_page(rows: list[Row], counts: Counter[str]) -> str:
-    """Format docs/implementation-coverage.md."""
-    ran = sum(counts[result] for result in REMARKS)
-    inside = ran - counts["outside"]
-    generating = {mode: sum(mode in remark for *_, remark in rows) for mode in MODES}
-    lines = [
-        '# Models with `attn_implementation="regard"`',
-        "",
-        "`scripts/docs implementation-coverage` builds a tiny version of every transformers base model from its",
-        "configuration and runs it with the implementations `sdpa`, `eager` and `regard`, with and without",
-        f"`output_attentions=True`. Of {ran} that ran with transformers {hf.__version__}, {inside} call the function",
-        f"of the implementation. The outputs of {counts['bit-equal']} equal those of `sdpa` in every bit.",
-        f"{counts['equal to eager']} do not support `sdpa`, and theirs equal those of `eager` under the error rule.",
-        f"{counts['refused']} are refused with a hint, and {counts['failed']} failed.",
-        "",
-        f"The weights of {sum('matrices equal' in remark for *_, remark in rows)} models equal those that",
-        "`eager` returns, in number, shape and value. The others return none, or their `eager` and `sdpa` differ in",
-        "the outputs already; the remark says which. The weights of a layer with a sink include it, whatever its",
-        "`eager` returns.",
-        "",
-        "Generated text, its logits and its weights are compared, too: greedily with padding on the left for",
-        f"{generating['greedy']} models, by sampling for {generating['sampling']}, and in a static cache for",
-        f"{generating['static cache']}. Sliding windows have 5 keys there, so that their caches slide.",
-        "",
-        "Models outside choose their attention by other means. Load them with their own implementation, and record",
-        "them with `regard.watch`, which reads [nearly all of them](lens-coverage.md).",
-        "",
-        format_rows(sorted((row for row in rows if row[1] in REMARKS), key=lambda row: REMARKS[row[1]])),
-    ]
-    return "\n".join(lines)

@@ -14,39 +14,28 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections import Counter
 from functools import partial
 from typing import Any
 
 import torch
-import transformers as hf
 
 import regard
 from regard import NotCapturedError, RegardError
 from regard.interventions import ablate, knockout
 from tests.helpers.base_models import flatten_tensors, list_attentions
 
-from .base_models import Result, Row, add_model_options, check_models, format_rows
-from .page import write_page
+from .base_models import Result, add_model_options, check_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser, "lens-coverage")
-    parser.add_argument(
-        "--edits",
-        action="store_true",
-        help="check regard.intervene instead of regard.watch; --write then writes docs/edit-coverage.md",
-    )
+    add_model_options(parser)
+    parser.add_argument("--edits", action="store_true", help="check regard.intervene instead of regard.watch")
 
 
 def run(options: argparse.Namespace) -> int:
     """Check the models and print the results; return 1 if any failed."""
-    rows, counts = check_models(options.only, partial(check_variant, edits=options.edits))
-    if options.write and options.edits:
-        write_page("edit-coverage", format_edits_page(rows, counts))
-    elif options.write:
-        write_page("lens-coverage", format_page(rows, counts))
-    return int(counts["failed"] > 0)
+    column = "intervene" if options.edits else "watch"
+    return check_models(column, options, partial(check_variant, edits=options.edits))
 
 
 def check_variant(variant: str, built: tuple[Any, ...], edits: bool) -> tuple[Result, bool]:
@@ -166,62 +155,3 @@ def compare_with_eager(model: Any, config: Any, inputs: dict[str, Any], recordin
     if equal < len(expected):
         remark += f"; {len(expected) - equal} returned by eager attention in other shapes"
     return "captured", remark
-
-
-def format_page(rows: list[Row], counts: Counter[str]) -> str:
-    """Format docs/lens-coverage.md."""
-    ran = counts["captured"] + counts["rejected"] + counts["failed"]
-    lines = [
-        "# Models that the lens captures",
-        "",
-        "`scripts/docs lens-coverage` builds a tiny version of every transformers base model from its configuration",
-        f"and runs it plain and watched. Of {ran} that ran with transformers {hf.__version__},",
-        f"{counts['captured']} are captured, {counts['rejected']} are rejected with a hint, "
-        f"and {counts['failed']} failed.",
-        f"{counts['without attention']} more have no attention, and {counts['not built']} could not be built tiny "
-        "or run with generic inputs.",
-        "",
-        "A rejected model raises `NotCapturedError` at the end of the `with` block. The error names the layers that",
-        "were not captured; `layers=` selects the others:",
-        "",
-        "```python",
-        ">>> import torch, regard",
-        ">>> class Attention(torch.nn.Linear):",
-        "...     def forward(self, x):",
-        "...         features = super().forward(x).relu()",
-        "...         return features @ (features.mT @ x)",
-        ">>> model = torch.nn.Sequential(Attention(8, 8))",
-        ">>> try:",
-        "...     with regard.watch(model):",
-        "...         _ = model(torch.ones(1, 3, 8))",
-        "... except regard.NotCapturedError as error:",
-        "...     print(error.received.split(': ')[1])",
-        "Attention computes its weights without calling a watched function",
-        "```",
-        "",
-        format_rows(row for row in rows if row[1] not in ("not built", "without attention")),
-    ]
-    return "\n".join(lines)
-
-
-def format_edits_page(rows: list[Row], counts: Counter[str]) -> str:
-    """Format docs/edit-coverage.md."""
-    ran = counts["edited"] + counts["refused"] + counts["failed"]
-    lines = [
-        "# Models that can be edited",
-        "",
-        "`scripts/docs lens-coverage --edits` builds a tiny version of every transformers base model from its",
-        "configuration and edits its last attention layer with `regard.intervene`: a knockout, and the ablation of a",
-        "head. It checks the recorded weights and outputs, that an edit without heads leaves outputs bit-identical,",
-        "and that nothing stays changed.",
-        f"Of {ran} that ran with transformers {hf.__version__}, {counts['edited']} accept edits,",
-        f"{counts['refused']} are refused with a reason, and {counts['failed']} failed.",
-        "",
-        "The last column says how the knockout of all edges to the first key was computed.",
-        "",
-        format_rows(
-            (row for word in ("refused", "failed", "edited") for row in rows if row[1] == word),
-            "layer and path, or reason",
-        ),
-    ]
-    return "\n".join(lines)

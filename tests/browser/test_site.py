@@ -187,11 +187,74 @@ def test_axe_finds_no_serious_fault(site, browser, request):
         tab = context.new_page()
         names = (
             "index", "measures", "book/08-many-heads", "exercises/03-keys-equal-queries",
-            "tasks", "glossary", "reference/lens", "reference/architecture", "guides/10-teach-a-class",
+            "guides/index", "glossary", "supported-models", "reference/lens", "reference/architecture", "guides/10-teach-a-class",
         )  # fmt: skip
         for name in names[start % every :: every]:
             tab.goto((site / f"{name}.html").as_uri())
             assert faults(tab) == []
+        context.close()
+
+
+def test_the_navigation_has_seven_entries_that_unfold(site, quiet):
+    quiet.goto((site / "guides/03-debug-a-mask.html").as_uri())
+    top = quiet.locator(".sidebar-tree > ul > li")
+    assert [title.strip() for title in top.locator("> a").all_text_contents()] == [
+        "Get started", "Guides", "Learn", "Command line", "API reference", "Supported models", "About",
+    ]  # fmt: skip
+    listed = quiet.locator(".sidebar-tree a")
+    assert listed.filter(visible=True).count() < 40  # the entry of this page is unfolded, the others are not
+    assert listed.get_by_text("What the course covers").count() == 0
+    groups = quiet.locator(".sidebar-tree .group").filter(visible=True)
+    assert groups.all_text_contents() == [
+        "Look into models", "Debug", "Train", "Long context and scale", "Extend",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_the_first_screen_of_home_says_what_to_do_next(site, browser, width, height):
+    context = browser.new_context(viewport={"width": width, "height": height})
+    tab = context.new_page()
+    tab.goto((site / "index.html").as_uri())
+    doors = tab.locator(".doors a")
+    assert [door.get_attribute("href") for door in doors.all()] == [
+        "get-started.html", "guides/03-debug-a-mask.html", "learn.html",
+    ]  # fmt: skip
+    assert all(door.bounding_box()["y"] < height for door in doors.all())
+    tab.locator("iframe").scroll_into_view_if_needed()
+    wait_for_frames(tab)
+    context.close()
+    assert (site / "_live/index.html").stat().st_size < 1_500_000
+
+
+def test_the_filter_finds_models(site, quiet):
+    quiet.goto((site / "supported-models.html").as_uri())
+    assert quiet.evaluate("document.documentElement.scrollHeight") < 4 * 1000
+    rows = quiet.locator("details.models tbody tr").filter(visible=True)
+    assert rows.count() == 0  # folded
+    quiet.get_by_label("Filter").fill("llama")
+    names = rows.locator("th").all_text_contents()
+    assert "LlamaModel" in names and all("llama" in name.lower() for name in names)
+    assert quiet.get_by_role("status").text_content() == f"{len(names)} models"
+    quiet.get_by_label("Filter").fill("")
+    assert rows.count() == 0
+
+
+def test_code_wraps_at_spaces_and_wide_tables_scroll(site, browser):
+    for width in (390, 1280):
+        context = browser.new_context(viewport={"width": width, "height": 900})
+        tab = context.new_page()
+        for name in ("guides/index", "supported-models", "comparison", "promises", "claims", "reference/lens"):
+            tab.goto((site / f"{name}.html").as_uri())
+            tab.evaluate("document.querySelectorAll('details').forEach((it) => (it.open = true))")
+            broken = tab.evaluate(
+                "[...document.querySelectorAll('article code .pre')].filter((it) => it.getClientRects().length > 1"
+                " || it.offsetHeight > 40).map((it) => it.textContent)"
+            )
+            cut = tab.evaluate(
+                "[...document.querySelectorAll('article table')].filter((it) => it.scrollWidth >"
+                " it.parentElement.clientWidth && getComputedStyle(it.parentElement).overflowX !== 'auto').length"
+            )
+            assert (broken, cut) == ([], 0), (name, width)
         context.close()
 
 
@@ -218,7 +281,7 @@ def test_the_search_finds_a_name_without_a_server(site, quiet):
 
 
 def test_a_block_is_copied_without_its_prompts(site, quiet):
-    quiet.goto((site / "tasks.html").as_uri())
+    quiet.goto((site / "guides/index.html").as_uri())
     quiet.locator("div.highlight").first.hover()
     quiet.locator("button.copybtn").first.click()
     search = quiet.get_by_placeholder("Search")

@@ -139,20 +139,27 @@ def test_stages_are_added_to_the_page():
 
 def test_the_page_is_generated_from_the_results():
     assert (ROOT / "docs/nightly.md").read_text() == NIGHTLY["format_page"](RESULTS)
-    assert "\nnightly\n" in (ROOT / "docs/index.md").read_text()
+    assert "\nnightly\n" in (ROOT / "docs/about.md").read_text()
     assert RESULTS["stages"].keys() <= STAGES.keys()
 
 
-def test_every_failure_on_the_page_has_a_reason():
+def test_every_failure_on_the_page_has_a_reason_and_a_fix():
     failed = {name: result for name, result in RESULTS["stages"].items() if result["failures"]}
-    assert [name for name, result in failed.items() if not result.get("reason")] == []
+    assert [name for name, result in failed.items() if not (result.get("reason") and result.get("fix"))] == []
 
 
 def test_the_page_shows_failures_and_stages_that_did_not_run():
     result = {"date": "2030-01-01", "cases": 1000, "failures": 2, "skipped": 4, "seconds": 90}
     result["problem"] = "exit code 1"
     page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": {"faults": result}})
-    assert "| 1,000 | **2** | 4 | 1.5 | 2030-01-01 |" in page and "- faults: exit code 1" in page
+    assert "| 1,000 | **2** | 4 | 1.5 | 2030-01-01 |" in page
+    assert "1 stages failed, and 0 of them were fixed" in page and "**faults failed:** exit code 1" in page
+    fixed = NIGHTLY["format_page"](
+        {"commit": "c" * 40, "stages": {"faults": result | {"reason": "A cause.", "fix": "A change."}}}
+    )
+    order = ["0 of them", "1 of them were fixed", "failed:** A cause.", "**Fixed:** A change.", "| stage |"]
+    assert [part for part in order if part in fixed] == order[1:]
+    assert sorted(order[1:], key=fixed.index) == order[1:]
     assert page.count("| not run |") == len(STAGES) - 1
     stages = {"faults": result | {"commit": "d" * 40}, "soak": result | {"commit": "c" * 40}}
     page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": stages})

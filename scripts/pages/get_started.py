@@ -47,7 +47,7 @@ def time_command(command: str, folder: Path, model: Path) -> float:
         ["bash", "-c", inside], cwd=folder, capture_output=True, text=True, env=clean_environment()
     )
     if done.returncode:
-        sys.exit(f"scripts/docs first-steps: {command}\n{done.stdout}{done.stderr}")
+        sys.exit(f"scripts/docs get-started: {command}\n{done.stdout}{done.stderr}")
     return perf_counter() - start
 
 
@@ -80,7 +80,7 @@ def install_model(folder: Path) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_write_option(parser, "first-steps")
+    add_write_option(parser, "get-started")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -95,11 +95,11 @@ def run(options: argparse.Namespace) -> None:
             rows.append((result, str(len(times)), *seconds))
             print(*rows[-1], sep=" | ", flush=True)
     if options.write:
-        before, rest = (DOCS / "first-steps.md").read_text().split("<!-- table -->\n")
+        before, rest = (DOCS / "get-started.md").read_text().split("<!-- table -->\n")
         caption = (
-            f"Measured on {datetime.datetime.now(datetime.UTC).date()} by `scripts/docs first-steps --write`, on "
+            f"Measured on {datetime.datetime.now(datetime.UTC).date()} by `scripts/docs get-started --write`, on "
             f"{os.cpu_count()} cores. A row counts only its own commands.\n\n"
         )
         table = format_table(("result", "commands", "seconds", "of which installing"), rows)
         after = rest.split("<!-- end -->")[1]
-        write_page("first-steps", f"{before}<!-- table -->\n{caption}{table}\n<!-- end -->{after}")
+        write_page("get-started", f"{before}<!-- table -->\n{caption}{table}\n<!-- end -->{after}")
