@@ -1,4 +1,4 @@
-"""The loop behind the page of supported models: build every base model of transformers tiny, check it, keep the result."""
+"""The loop of the checks of models: build every base model of transformers tiny, check it, and keep the result."""
 
 from __future__ import annotations
 

@@ -187,7 +187,8 @@ def test_axe_finds_no_serious_fault(site, browser, request):
         tab = context.new_page()
         names = (
             "index", "measures", "book/08-many-heads", "exercises/03-keys-equal-queries",
-            "guides/index", "glossary", "supported-models", "reference/lens", "reference/architecture", "guides/10-teach-a-class",
+            "guides/index", "glossary", "supported-models", "reference/lens", "reference/architecture",
+            "guides/10-teach-a-class",
         )  # fmt: skip
         for name in names[start % every :: every]:
             tab.goto((site / f"{name}.html").as_uri())
@@ -243,7 +244,14 @@ def test_code_wraps_at_spaces_and_wide_tables_scroll(site, browser):
     for width in (390, 1280):
         context = browser.new_context(viewport={"width": width, "height": 900})
         tab = context.new_page()
-        for name in ("guides/index", "supported-models", "comparison", "promises", "claims", "reference/lens"):
+        for name in (
+            "guides/index",
+            "supported-models",
+            "comparison",
+            "promises",
+            "claims",
+            "reference/lens",
+        ):
             tab.goto((site / f"{name}.html").as_uri())
             tab.evaluate("document.querySelectorAll('details').forEach((it) => (it.open = true))")
             broken = tab.evaluate(
