@@ -19,11 +19,11 @@ INDEX = """\
 # API reference
 
 Look up a function, a class or an [error](errors.md) here. To find the function for a task, see
-[the guides](../guides/index.md); {py:obj}`regard.watch` reads the attention of a model, and {py:obj}`regard.attention` computes
-attention.
+[the guides](../guides/index.md). {py:obj}`regard.watch` reads the attention of a model, and
+{py:obj}`regard.attention` computes attention.
 
-Every public name is listed, generated from the docstrings when the site is built. The examples run in the tests. A name that
-can be imported from `regard` itself is listed under its module with the shorter name.
+Every public name is listed, generated from the docstrings when the site is built. The examples run in the tests. A
+name that can be imported from `regard` itself is listed under its module with the shorter name.
 
 In signatures, `Array` is a NumPy array or a torch tensor and `IntArray` an array of integers; `Floats` and `Bools` are
 NumPy arrays. `Align` is `"upper_left"` or `"lower_right"`, a `Frame` holds the pairs and lengths of the matrix that a

@@ -13,7 +13,7 @@ from sphinx.application import Sphinx
 COLUMNS = {
     "watch": "<code>watch</code>",
     "intervene": "<code>intervene</code>",
-    "implementation": '<code>attn_implementation=<wbr>"regard"</code>',
+    "implementation": "<code>attn_implementation</code>",
 }
 KINDS = (
     "text generation",
@@ -50,7 +50,7 @@ def notes(model: dict[str, Any]) -> str:
         if result == "outside":
             found.append("chooses its attention by other means; use watch")
         elif ANSWERS.get(result) in ("no", "fails") and remark not in found:
-            found.append(remark)
+            found.append(remark.split("; expected")[0])
         elif result == "equal to eager":
             found.append("has no sdpa; equals eager within the error rule")
     return "; ".join(found)
@@ -96,6 +96,12 @@ def models_summary(results: dict[str, Any]) -> str:
         counts = Counter(answer(model, column) for model in results["models"].values())
         tested = counts["yes"] + counts["no"] + counts["fails"]
         lines.append(f"| {title} | {tested} | {counts['yes']} | {counts['no']} | {counts['fails']} |")
+    versions = " and ".join(sorted(set(results["transformers"].values())))
+    ran = sum(any(answer(model, column) != "–" for column in COLUMNS) for model in results["models"].values())
+    lines += [
+        "",
+        f"transformers {versions} has {results['listed']} base models, of which {ran} could be tested.",
+    ]
     return "\n".join(lines)
 
 

@@ -97,10 +97,19 @@ def check_models(column: str, options: argparse.Namespace, check: Check) -> int:
     print(dict(counts))
     if options.write:
         found = json.loads(RESULTS.read_text("utf-8"))
-        found["transformers"][column] = hf.__version__
         for name, row in rows.items():
-            found["models"].setdefault(name, {})
-            found["models"][name] |= {"kind": kinds[name], column: list(row)}
-        found["models"] = dict(sorted(found["models"].items()))
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            model = found["models"].setdefault(name, {})
+            model |= {"kind": kinds[name], column: row}
+        found["transformers"][column] = hf.__version__
+        found["listed"] = len({model_class for _, model_class, _ in list_models()})
+        write_results(found)
     return int(counts["failed"] > 0)
+
+
+def write_results(found: dict[str, Any]) -> None:
+    """Write the results, one line for each model."""
+    models = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found["models"].items())
+    )
+    head = json.dumps({key: found[key] for key in ("transformers", "listed")})
+    RESULTS.write_text(f'{head[:-1]}, "models": {{\n{models}\n}}}}\n', "utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -63,3 +64,19 @@ def test_the_tree_in_contributing_lists_the_packages():
     assert {
         name for name in names if not ((source / name).is_dir() or (source / f"{name}.py").is_file())
     } == set()
+
+
+def test_the_page_of_supported_models_lists_every_result_and_every_reason(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(ROOT / "docs/_ext")
+    page = importlib.import_module("supported_models")
+    results = json.loads((ROOT / "docs/supported-models.json").read_text("utf-8"))
+    rows = dict(
+        re.findall(r'<tr><th .*?<span class="pre">(\w+)</span>.*?</th>(.*)</tr>', page.models_table(results))
+    )
+    assert rows.keys() == results["models"].keys() and len(rows) <= results["listed"]
+    for name, model in results["models"].items():
+        *answers, notes = re.findall(r"<td>(.*?)</td>", rows[name])
+        good = [model.get(key, [""])[0] in page.ANSWERS for key in ("watch", "intervene", "implementation")]
+        assert [answer != "–" for answer in answers] == good
+        assert bool(notes) >= any(answer.startswith(("no", "fails")) for answer in answers), name
