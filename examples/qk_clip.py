@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from examples.induction.model import Config, Model
+from regard.learn.gpt import GPT, GPTConfig
 from regard.monitor import Monitor
 
 FIGURES = Path(__file__).with_suffix(".json")
 
 
-def clip_scores(model: Model, rows: list[dict[str, Any]], limit: float) -> int:
+def clip_scores(model: GPT, rows: list[dict[str, Any]], limit: float) -> int:
     """Rescale the query and key weights of every head whose largest score exceeds a limit.
 
     Args:
@@ -66,7 +66,7 @@ def train(rate: float, steps: int, limit: float | None, seed: int = 0) -> dict[s
         `losses` of all steps, `max_score` of all steps, and the number of `clips`.
     """
     torch.manual_seed(seed)
-    model = Model(Config(vocabulary=32, width=32, heads=4, layers=2, hidden=64))
+    model = GPT(GPTConfig(vocabulary=32, width=32, heads=4, layers=2, hidden=64))
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     losses, clips = [], 0

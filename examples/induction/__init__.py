@@ -2,17 +2,18 @@
 
 >>> from examples.induction import load
 >>> load().config
-Config(vocabulary=128, width=64, heads=4, layers=2, hidden=0, activation='gelu')
+GPTConfig(vocabulary=128, width=64, heads=4, layers=2, hidden=0, activation='gelu')
 """
 
 from __future__ import annotations
 
 from examples.induction.data import RepeatBatch, decode, draw_repeats, encode
-from examples.induction.model import Config, Model, load, save
+from examples.induction.model import load, save
+from regard.learn.gpt import GPT
 
-__all__ = ["Config", "Model", "RepeatBatch", "decode", "draw_repeats", "encode", "load", "load_text", "save"]
+__all__ = ["RepeatBatch", "decode", "draw_repeats", "encode", "load", "load_text", "save"]
 
 
-def load_text() -> Model:
+def load_text() -> GPT:
     """Load the text model, for commands that take a function name: `regard heads examples.induction:load_text`."""
     return load("text")

@@ -13,15 +13,16 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.induction.data import draw_repeats, encode
-from examples.induction.model import HERE, Model, load
+from examples.induction.model import HERE, load
 from regard import Mass
+from regard.learn.gpt import GPT
 from regard.masks import document
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#c8500a", "#666666"
 SENTENCE = "Return the value of the named attribute of the object, or the default."
 
 
-def plot_losses(model: Model, path: Path) -> None:
+def plot_losses(model: GPT, path: Path) -> None:
     """Plot the loss during training; for the induction model also the weight of its best head on the right token.
 
     Args:

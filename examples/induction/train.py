@@ -26,8 +26,9 @@ from torch import Tensor
 
 from examples.induction import baselines
 from examples.induction.data import TextSplit, build_text, decode, draw_repeats, encode
-from examples.induction.model import Config, Model, load, save
+from examples.induction.model import load, save
 from regard import Mass
+from regard.learn.gpt import GPT, GPTConfig
 from regard.masks import document
 
 Figures = dict[str, Any]
@@ -49,20 +50,20 @@ class TrainingTask:
         find_failures: A function of the final figures that lists the claims they do not meet.
     """
 
-    config: Config
+    config: GPTConfig
     steps: int
     rate: float
     every: int
     draw_batch: Callable[[torch.Generator], Tensor]
-    measure: Callable[[Model], Figures]
-    measure_final: Callable[[Model], Figures]
+    measure: Callable[[GPT], Figures]
+    measure_final: Callable[[GPT], Figures]
     find_failures: Callable[[Figures], list[str]]
 
 
 # Sequences with a repeat
 
 
-def measure_induction(model: Model, seed: int = 1_000_003, batch: int = 64, **sizes: Any) -> Figures:
+def measure_induction(model: GPT, seed: int = 1_000_003, batch: int = 64, **sizes: Any) -> Figures:
     """Measure the loss on the two copies of a block, and the weight of each head on the token to repeat.
 
     The loss on the second copy includes its first token, which cannot be predicted. The weight is measured for one key
@@ -134,7 +135,7 @@ def draw_windows(generator: torch.Generator, batch: int = 16, length: int = 129)
     return whole[starts + torch.arange(length)].long()
 
 
-def measure_bits(model: Model, text: bytes, length: int = 128) -> float:
+def measure_bits(model: GPT, text: bytes, length: int = 128) -> float:
     """Measure the loss of a model on a text; each byte is predicted from the 65 to 128 bytes before it.
 
     Args:
@@ -160,7 +161,7 @@ def hash_text(text: TextSplit) -> str:
     return hashlib.sha256(b"\0".join(text)).hexdigest()
 
 
-def measure_text(model: Model) -> Figures:
+def measure_text(model: GPT) -> Figures:
     """Measure the text model against the baselines on the held-out text.
 
     Args:
@@ -203,7 +204,7 @@ def find_text_failures(figures: Figures) -> list[str]:
 
 TASKS = {
     "induction": TrainingTask(
-        config=Config(vocabulary=128, width=64, heads=4, layers=2),
+        config=GPTConfig(vocabulary=128, width=64, heads=4, layers=2),
         steps=2500,
         rate=4e-3,
         every=50,
@@ -213,7 +214,7 @@ TASKS = {
         find_failures=find_induction_failures,
     ),
     "text": TrainingTask(
-        config=Config(vocabulary=256, width=128, heads=4, layers=3, hidden=512),
+        config=GPTConfig(vocabulary=256, width=128, heads=4, layers=3, hidden=512),
         steps=1500,
         rate=3e-3,
         every=50,
@@ -233,7 +234,7 @@ def train(
     steps: int,
     seed: int = 0,
     on_step: Callable[[int, Figures], None] = lambda step, figures: None,
-) -> tuple[Model, list[Figures]]:
+) -> tuple[GPT, list[Figures]]:
     """Train a model; the result is reproducible for the same seed and number of threads.
 
     Args:
@@ -247,7 +248,7 @@ def train(
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = Model(task.config)
+    model = GPT(task.config)
     optimiser = torch.optim.AdamW(model.parameters(), lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01)
     history = []
     for step in range(steps):

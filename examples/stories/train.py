@@ -25,16 +25,15 @@ from torch import Tensor
 
 from examples.induction import baselines
 from examples.induction.data import TextSplit
-from examples.induction.model import Config, Model
 from examples.induction.train import build_progress_bar, round_figures
-from examples.stories import load_stories
 from examples.stories.data import read_stories
 from examples.stories.grammar import draw_stories, rename
 from examples.stories.muon import Muon
 from examples.stories.pieces import build_vocabulary
+from regard.learn.gpt import GPT, GPTConfig, load_stories
 from regard.learn.tiny_gpt import FACTOR, encode
 
-CONFIG = Config(vocabulary=2560, width=256, heads=8, layers=4, hidden=768, activation="relu2")
+CONFIG = GPTConfig(vocabulary=2560, width=256, heads=8, layers=4, hidden=768, activation="relu2")
 CONTEXT = 192
 STEPS = 3000
 WARMUP_STEPS = 50
@@ -108,7 +107,7 @@ class Trainer:
         self,
         text: StoryText,
         seed: int = 0,
-        config: Config = CONFIG,
+        config: GPTConfig = CONFIG,
         batch: tuple[int, ...] = BATCH,
         context: int = CONTEXT,
     ) -> None:
@@ -116,7 +115,7 @@ class Trainer:
         self.text, self.batch, self.context = text, batch, context
         self.starts = text.find_starts(context)
         self.generator = torch.Generator().manual_seed(seed)
-        self.model = Model(config)
+        self.model = GPT(config)
         matrices = [p for name, p in self.model.layers.named_parameters() if p.dim() == 2]
         for layer in self.model.layers:
             torch.nn.init.zeros_(layer.attention.out_proj.weight)
@@ -210,7 +209,7 @@ def run(trainer: Trainer, steps: int, folder: Path) -> None:
 
 
 @torch.no_grad()
-def measure_bits(model: Model, text: StoryText, context: int, limit: int | None = None) -> float:
+def measure_bits(model: GPT, text: StoryText, context: int, limit: int | None = None) -> float:
     """Measure the loss of a model on the held-out text; each token is predicted from at least half a context.
 
     Args:
@@ -233,7 +232,7 @@ def measure_bits(model: Model, text: StoryText, context: int, limit: int | None 
     return total / count / math.log(2)
 
 
-def store(model: Model, pieces: list[str], path: Path, about: dict[str, Any]) -> None:
+def store(model: GPT, pieces: list[str], path: Path, about: dict[str, Any]) -> None:
     """Write the file that `regard.learn.TinyGPT` reads: matrices as int8 with a factor for each row, others as float16.
 
     Args:
@@ -256,7 +255,7 @@ def store(model: Model, pieces: list[str], path: Path, about: dict[str, Any]) ->
     save_file(stored, path, metadata={name: json.dumps(value) for name, value in metadata.items()})
 
 
-def describe(model: Model, trainer: Trainer, seed: int) -> dict[str, Any]:
+def describe(model: GPT, trainer: Trainer, seed: int) -> dict[str, Any]:
     """Measure a trained model against other methods, and say how it was trained.
 
     Args:
@@ -339,9 +338,10 @@ def main(arguments: list[str] | None = None) -> None:
     run(trainer, options.steps, options.out)
     path = options.out / "stories.safetensors"
     store(trainer.model, trainer.text.pieces, path, describe_run(trainer, options.seed))
-    about = describe(load_stories(path), trainer, options.seed)  # the figures are about the stored weights
+    stored, _ = load_stories(path)
+    about = describe(stored, trainer, options.seed)  # the figures are about the stored weights
     store(trainer.model, trainer.text.pieces, path, about)
-    plot_losses(load_stories(path), options.out / "stories-loss.svg")
+    plot_losses(load_stories(path)[0], options.out / "stories-loss.svg")
     print("\n".join(f"{name}: {value}" for name, value in about.items() if name != "history"))
 
 

@@ -24,13 +24,13 @@ SENTENCE = '"The cat sat on the mat because it was tired."'
 STEPS = {
     "one row of attention explained, with every number": [
         "python -m venv env && . env/bin/activate",
-        "pip install '.[cli]'",
+        "pip install '.'",
         "regard explain",
     ],
     "a page to step through, saved": ["regard explore pipeline"],
     "a real model watched, its heads measured": [
         "pip install torch==2.13.0",
-        "pip install '.[cli,hf]'",
+        "pip install '.[hf]'",
         f"regard heads $MODEL --text {SENTENCE}",
     ],
     "the page of that model saved": [f"regard look $MODEL --text {SENTENCE} -o model.html"],
@@ -40,7 +40,7 @@ STEPS = {
 
 def time_command(command: str, folder: Path, model: Path) -> float:
     """Run a command in the environment and return its seconds; exit if it fails."""
-    command = command.replace("'.[", f"{shlex.quote(str(ROOT))}'[").replace("$MODEL", shlex.quote(str(model)))
+    command = command.replace("'.", f"'{ROOT}").replace("$MODEL", shlex.quote(str(model)))
     inside = command if "venv" in command else f". env/bin/activate && {command}"
     start = perf_counter()
     done = subprocess.run(

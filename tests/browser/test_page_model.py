@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ pytest.importorskip("transformers")
 
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
+from regard.cli import main  # noqa: E402
+from regard.cli.look_command import DEMO_TEXT  # noqa: E402
 from regard.lens import model_page  # noqa: E402
 from regard.render.text import escape_unprintable  # noqa: E402
 from tests.helpers.story_model import load_numpy, load_torch  # noqa: E402
@@ -322,6 +325,24 @@ def test_the_search_finds_the_cat(cat, show):
     assert tab.locator("#which").text_content() == "Layer 5, head 11"
     assert float(weight(tab)) == pytest.approx(table[0]["weight"], abs=stated(page)["absolute"] + 1e-4)
     assert tab.locator(".cell-card .pair").text_content() == "it → cat"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_the_page_of_regard_look_begins_with_the_heads_and_finds_the_name(scheme, width, show, tmp_path):
+    path = tmp_path / "look.html"
+    assert main(["look", "-o", str(path), "--no-open"]) == 0
+    text, reading = path.read_text("utf-8"), load_numpy()(DEMO_TEXT)
+    page = SimpleNamespace(save=lambda to: to.write_text(text, "utf-8"), html=text)
+    tab = show(page, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    assert tab.locator("h1").text_content() == f"stories on {len(reading.tokens)} tokens"
+    heads = tab.locator("button.head:not(.mean)")
+    assert heads.count() == 32 and heads.nth(15).bounding_box()["y"] < 844  # two layers without scrolling
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width and faults(tab) == []
+    (best, *_), weights = look(tab, "is", "Max"), reading.weights
+    layer, _, head = map(int, best["head"].split("."))
+    assert best["weight"] == pytest.approx(weights[layer, head][tuple(best["pair"])], abs=2e-3)
+    assert [reading.pieces[i] for i in best["pair"]] == [" is", " Max"] and best["weight"] > 0.9
 
 
 @pytest.mark.nightly

@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 pytest.importorskip("pyarrow")
-pytest.importorskip("typer")
 
 import pyarrow as pa
 import pyarrow.parquet as pq

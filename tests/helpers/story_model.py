@@ -50,9 +50,9 @@ def load_torch(dtype: str = "float32") -> Any:
     """Load the stored model in PyTorch; in float64, its norms keep the epsilon of float32."""
     import torch
 
-    from examples.stories import load_stories
+    from regard.learn.gpt import load_stories
 
-    model = load_stories().to(getattr(torch, dtype))
+    model = load_stories()[0].to(getattr(torch, dtype))
     for module in model.modules():
         if isinstance(module, torch.nn.RMSNorm):
             module.eps = float(np.finfo(np.float32).eps)

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from examples.induction.model import Config, Model, load
+from examples.induction.model import load
+from regard.learn.gpt import GPT, GPTConfig
 from tests.helpers.survey_stub import obey
 
 
 def tiny(seed: int = 0) -> tuple[Any, Any]:
     torch.manual_seed(seed)
-    model = Model(Config(vocabulary=256, width=16, heads=2, layers=2))
+    model = GPT(GPTConfig(vocabulary=256, width=16, heads=2, layers=2))
     return model.eval().requires_grad_(False), encode
 
 

@@ -16,8 +16,6 @@ pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
 from examples.induction import (
-    Config,
-    Model,
     baselines,
     data,
     decode,
@@ -30,6 +28,7 @@ from examples.induction import (
 )
 from examples.induction.data import TextSplit
 from examples.induction.model import HERE
+from regard.learn.gpt import GPT, GPTConfig
 
 NEW_SEED = 20_261_115  # not used in training or for measurements during training
 MAX_BYTES = {"induction": 3e6, "text": 10e6}
@@ -88,14 +87,14 @@ def test_checkpoint_is_small_float16_with_config_and_figures(name):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     loaded = load(name)
     assert tensors.keys() == loaded.state_dict().keys()
-    assert Config(**header["config"]) == loaded.config
+    assert GPTConfig(**header["config"]) == loaded.config
     assert loaded.about == header["about"] and loaded.about["task"] == name
     assert loaded.about["steps"] == train.TASKS[name].steps and loaded.config == train.TASKS[name].config
     assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
 
 
 def test_an_incomplete_checkpoint_raises(tmp_path, trained):
-    broken = Model(trained.config)
+    broken = GPT(trained.config)
     del broken.layers[1].norm
     save(broken, tmp_path / "broken.safetensors")
     with pytest.raises(RuntimeError, match=r"Missing key.*layers\.1\.norm"):
@@ -146,7 +145,7 @@ def test_without_a_repeat_the_model_only_guesses(trained):
 
 
 def test_claims_can_fail():
-    untrained = Model(train.TASKS["induction"].config).eval()
+    untrained = GPT(train.TASKS["induction"].config).eval()
     failures = train.find_induction_failures(train.measure_induction(untrained, seed=NEW_SEED))
     assert len(failures) == 2
     assert "not below a fifth" in failures[0] and "No head of the last layer" in failures[1]
@@ -203,7 +202,7 @@ def test_an_induction_head_emerges_in_a_short_training():
     sizes = {"vocabulary": 32, "length": 24, "block": (9, 12)}
     task = replace(
         train.TASKS["induction"],
-        config=Config(vocabulary=32, width=32, heads=2, layers=2),
+        config=GPTConfig(vocabulary=32, width=32, heads=2, layers=2),
         rate=1e-2,
         every=1000,
         draw_batch=lambda generator: draw_repeats(32, generator, **sizes).tokens,

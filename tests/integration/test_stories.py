@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +13,14 @@ import torch
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-from examples import stories
 from examples.induction.data import TextSplit
-from examples.induction.model import Config
 from examples.stories import data, grammar, muon, pieces, train
 from examples.stories.muon import orthogonalise
 from examples.stories.train import StoryText, Trainer
-from regard.learn import TinyGPT
+from regard.learn import TinyGPT, tiny_gpt
+from regard.learn.gpt import GPTConfig, load_stories
 
-TINY = Config(vocabulary=160, width=16, heads=2, layers=2, hidden=32, activation="relu2")
+TINY = GPTConfig(vocabulary=160, width=16, heads=2, layers=2, hidden=32, activation="relu2")
 LINES = TextSplit(
     b"The cat sat on the mat. The dog sat on the log.\n" * 40, b"The cat sat on the log.\n" * 40
 )
@@ -37,11 +37,11 @@ def build_trainer(batch=(1, 0, 1)):
 
 @pytest.fixture(scope="module")
 def model():
-    return stories.load_stories()
+    return load_stories()[0]
 
 
 def test_checkpoint_is_small_and_says_how_it_was_trained(model):
-    assert stories.CHECKPOINT.stat().st_size < 4.2e6
+    assert Path(tiny_gpt.__file__).with_name(tiny_gpt.STORED_MODEL).stat().st_size < 4.2e6
     about = model.about
     assert {"steps", "seed", "batch", "context", "seconds", "cpu_seconds", "bits", "text"} <= about.keys()
     assert len(about["text"]["sha256"]) == 64 and about["history"][-1]["step"] == about["steps"]
@@ -67,7 +67,7 @@ def test_the_stored_numbers_are_the_rounded_ones(tmp_path):
     with torch.no_grad():
         trainer.model.layers[0].attention.q_proj.weight[3] = 0  # a row without a factor
     train.store(trainer.model, TEXT.pieces, tmp_path / "model", train.describe_run(trainer, 0))
-    stored = stories.load_stories(tmp_path / "model").state_dict()
+    stored = load_stories(tmp_path / "model")[0].state_dict()
     for name, weight in trainer.model.state_dict().items():
         room = weight.abs().amax(-1, keepdim=True) / 200 if weight.dim() == 2 else weight.abs() * 2**-11
         assert ((stored[name] - weight).abs() <= room + 1e-7).all(), name
@@ -139,6 +139,6 @@ def test_another_text_is_refused(tmp_path):
         data.read_stories(tmp_path)
 
 
-@pytest.mark.parametrize("module", [stories, data, grammar, muon, pieces, train])
+@pytest.mark.parametrize("module", [data, grammar, muon, pieces, train])
 def test_docstring_examples_run(module):
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0

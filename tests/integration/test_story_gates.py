@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("safetensors")
 
-from examples.stories import load_stories
 from examples.stories.grammar import (
     BOYS,
     CODE_TEMPLATES,
@@ -30,6 +29,7 @@ from examples.stories.grammar import (
 from regard import intervene
 from regard.interventions import ablate
 from regard.learn import TinyGPT
+from regard.learn.gpt import load_stories
 
 SENTENCES, MADE_UP = 200, 50
 WORDS = ["sun", "tree", "song"]
@@ -42,7 +42,7 @@ def gpt():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_stories()
+    return load_stories()[0]
 
 
 def draw_cases():

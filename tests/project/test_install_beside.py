@@ -7,7 +7,6 @@ scripts/compat does that.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -47,18 +46,6 @@ STACKS = {
     "newer than anything": dict.fromkeys(LOWEST, "99.0"),
     "builds with a local version": LOWEST | {"torch": "2.15.0+cu130", "numpy": "2.5.4"},
 }
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    # Without a compiler the wheel is pure; its metadata is the same.
-    environ = {**os.environ, "CC": "no-compiler"}
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environ)
-    (path,) = folder.glob("regard-*.whl")
-    return path
 
 
 @pytest.fixture(scope="module")

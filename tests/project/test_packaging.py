@@ -124,9 +124,87 @@ def test_an_installation_from_the_sdist_uses_the_compiler_if_there_is_one(compil
     assert ("Root-Is-Purelib: true" in wheel) != is_compiled
 
 
+# -- The installed wheel, in an empty folder ----------------------------------------------------------------
+
+FIRST_LINES = """
+import regard
+
+loaded = regard.models.load("stories")
+text = loaded.encode('There was a fox named Max. A bird asked, "What is your name?" "My name is Max," said the fox.')
+with regard.watch(loaded.model) as recording:
+    loaded.forward(text)
+print(recording.heads(text.ids).sort("induction")[:3])
+recording.page(text.tokens).save("page.html")
+"""
+
+
+def list_required(lines: list[str]) -> set[str]:
+    """List the installed packages that requirements ask for, directly or through others."""
+    found: set[str] = set()
+    while lines:
+        requirement = Requirement(lines.pop())
+        is_needed = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if is_needed and requirement.name not in found and installed(requirement.name):
+            found.add(requirement.name)
+            lines += metadata.requires(requirement.name) or ()
+    return found
+
+
+@pytest.fixture(scope="module", params=["", "torch"])
+def environment(request, wheel, tmp_path_factory):
+    """An extra, and a folder with programs: an environment with the wheel, what it requires, and nothing else."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"": [], **project["optional-dependencies"]}
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for name in list_required([*project["dependencies"], *extras[request.param]]):
+        distribution = metadata.distribution(name)
+        for part in {file.parts[0] for file in distribution.files or ()} - {".."}:
+            if not (packages / part).exists():
+                (packages / part).symlink_to(distribution.locate_file(part))
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        folder,
+        "--isolated",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*pip, wheel], check=True)
+    return request.param, folder / "bin"
+
+
+@pytest.mark.slow
+def test_the_first_commands_work_in_an_empty_folder(environment, tmp_path):
+    extra, programs = environment
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    run = partial(subprocess.run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    loaded = "import regard, sys; print(regard.__file__, *{'rich', 'typer'} & sys.modules.keys())"
+    assert run([programs / "python", "-c", loaded]).stdout.split() == [
+        str(path) for path in programs.parent.glob("lib/*/site-packages/regard/__init__.py")
+    ]
+    for arguments in ([], ["--help"], ["explain"], ["explore", "pipeline"]):
+        done = run([programs / "regard", *arguments])
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout
+    look, lines = run([programs / "regard", "look"]), run([programs / "python", "-c", FIRST_LINES])
+    if extra == "torch":
+        assert (look.returncode, lines.returncode) == (0, 0), look.stderr + lines.stderr
+        assert "regard look MODEL" in look.stdout and (tmp_path / "look.html").stat().st_size > 1e5
+        assert len(lines.stdout.splitlines()) == 4 and (tmp_path / "page.html").stat().st_size > 1e5
+    else:
+        assert (look.returncode, look.stdout) == (3, "")
+        assert look.stderr == "regard look: torch is not installed. pip install 'regard[torch]'\n"
+        assert "torch is not installed" in lines.stderr
+
+
 # -- What an import loads, and what it costs --------------------------------------------------------------
 
-HEAVY = ("matplotlib", "pandas", "pyarrow", "ray", "scipy", "torch", "transformers")
+HEAVY = ("matplotlib", "pandas", "pyarrow", "ray", "rich", "scipy", "torch", "transformers", "typer")
 
 
 def fresh(code: str, *path: Path) -> str:

@@ -1,12 +1,11 @@
-"""The command line: `regard explain`, `explore`, `exercise`, `look`, `doctor`, `heads`, `effects`, `compare`, `survey`,
-`report`, `profile` and `selfcheck`.
+"""The command line: `regard look`, `doctor`, `heads`, `effects`, `compare`, `survey`, `report`, `policy`, `explain`,
+`explore`, `exercise`, `profile` and `selfcheck`.
 
-`main` is the entry point; it needs `regard[cli]`. The package is the top layer and may import every other one.
+`main` is the entry point. The package is the top layer and may import every other one.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -21,16 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success, 1 if `doctor` or `selfcheck` found an error, `compare` a difference or `exercise` a wrong answer,
-        2 for a usage error, 3 if an extra is missing, 4 for any other failure, 130 after an interrupt.
+        2 for a usage error, 3 if an optional package is missing, 4 for any other failure, 130 after an interrupt.
 
     >>> main(["--version"])
     regard ...
     0
     """
-    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"regard: {missing[0]} is not installed. pip install 'regard[cli]'", file=sys.stderr)
-        return 3
     from regard.cli.app import run
 
     if arguments is not None:

@@ -24,55 +24,65 @@ from regard.errors import RegardError
 SUCCESS, USAGE_ERROR, MISSING_EXTRA, FAILURE = 0, 2, 3, 4
 EXIT_CODES = (
     "Exit codes: 0 success, 1 error or difference found, 2 usage error, "
-    "3 an extra is missing, 4 other failure."
+    "3 an optional package is missing, 4 other failure."
 )
 
 app = typer.Typer(
     name="regard",
-    help="Inspect scaled dot-product attention, in models and on its own.",
+    help="See what every attention head of a model does.",
     epilog=EXIT_CODES,
     rich_markup_mode=None,  # plain help: shorter, and the same in a pipe
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 policy_app = typer.Typer(
-    help="Make a cache policy from a survey, and verify it on the model.", rich_markup_mode=None
+    help="Choose how many keys each head keeps in its cache.",
+    rich_markup_mode=None,
 )
 
-# Each command with its short help and an example.
-COMMANDS: dict[Callable[..., int], tuple[str | None, str]] = {
-    explain: ("Explain one query step by step.", "regard explain --query sat --causal"),
-    explore: ("Write an interactive page.", "regard explore weights mine.npz -o mine.html"),
-    exercise: ("Do the exercises of the book.", "regard exercise 3"),
+# Each command with its short help and an example, in the order of a newcomer's questions.
+COMMANDS: dict[Callable[..., int], tuple[str, str]] = {
     look: (
-        "Write a page with every head of a model.",
+        "See every head of a model, as a page.",
         'regard look ./model --text "The cat sat" -o page.html',
     ),
-    doctor: ("Diagnose the attention of a model.", "regard doctor ./model --file text.txt"),
+    doctor: ("Find faults in the attention of a model.", "regard doctor ./model --file text.txt"),
     heads: (
         "Print measures of each head of a model.",
-        "regard heads my_models:make --file text.txt --by induction --top 5",
+        "regard heads ./model --file text.txt --by induction --top 5",
     ),
     effects: (
         "Measure how much an answer depends on each head.",
-        'regard effects ./model --text "The capital of France is" --answer " Paris" --wrong " Rome"',
+        'regard effects stories --text "The cat sat on the" --answer " mat"',
     ),
     compare: (
-        "Find where two models diverge.",
+        "Find the first layer where two models diverge.",
         'regard compare ./model ./port --text "The cat sat"',
     ),
     survey: (
-        "Measure a model over a corpus.",
+        "Measure the heads of a model over a corpus.",
         "regard survey ./model 'texts/*.txt' -o results",
     ),
     report: ("Write the page of a survey.", "regard report results -o report.html"),
+    explain: (
+        "Explain the attention of one query step by step.",
+        "regard explain --query sat --causal",
+    ),
+    explore: ("Write an interactive page about attention.", "regard explore model --open"),
+    exercise: ("Do the exercises of the book.", "regard exercise 3"),
     profile: ("Time attention on this machine.", "regard profile -n 4096 --mask window:256"),
     selfcheck: ("Check the installed versions.", "regard selfcheck --json >selfcheck.json"),
 }
-POLICY_COMMANDS: dict[Callable[..., int], tuple[str | None, str]] = {
-    make: (None, "regard policy make results -o policy.json"),
-    verify: (None, "regard policy verify ./model policy.json 'other/*.txt'"),
-    tighten: (None, "regard policy tighten ./model policy.json 'other/*.txt' -o tight.json"),
+POLICY_COMMANDS: dict[Callable[..., int], tuple[str, str]] = {
+    make: ("Choose the numbers of keys from a survey.", "regard policy make results -o policy.json"),
+    verify: (
+        "Measure how a policy changes the predictions.",
+        "regard policy verify ./model policy.json 'other/*.txt'",
+    ),
+    tighten: (
+        "Keep more keys where a policy costs too much.",
+        "regard policy tighten ./model policy.json 'new/*.txt' -o new.json",
+    ),
 }
 for group, commands in ((app, COMMANDS), (policy_app, POLICY_COMMANDS)):
     for command, (short_help, example) in commands.items():
@@ -80,6 +90,23 @@ for group, commands in ((app, COMMANDS), (policy_app, POLICY_COMMANDS)):
         register(take_options(command))
 
 app.add_typer(policy_app, name="policy")
+
+# What `regard` alone prints: five things to do, with a command for each.
+OVERVIEW = """\
+See what every attention head of a model does.
+
+  See every head         regard look
+  Find a fault           regard doctor MODEL --text "The cat sat on the mat"
+  Measure the heads      regard heads MODEL --text "The cat sat on the mat"
+  Measure over a corpus  regard survey MODEL 'texts/*.txt' -o results
+  Learn attention        regard explore model --open
+
+MODEL is a folder, a name on the Hugging Face Hub, module:function (a function
+that returns a model), or stories, the small trained model inside regard.
+
+All commands: regard --help
+One command:  regard look --help
+"""
 
 
 def _print_version(requested: bool) -> None:
@@ -100,20 +127,22 @@ def _set_global_options(
     ] = False,
 ) -> None:
     context.obj["traceback"] = show_traceback
+    if context.invoked_subcommand is None:
+        print(OVERVIEW, end="")
 
 
-app.callback()(_set_global_options)
+app.callback(invoke_without_command=True)(_set_global_options)
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line and return its exit code; without arguments, print the help."""
+    """Run a command line and return its exit code; without arguments, print what one can do."""
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     known = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     command = f"regard {name}" if name in known else "regard"
     options = {"traceback": False}
     try:
         code = typer.main.get_command(app).main(
-            arguments or ["--help"], prog_name="regard", standalone_mode=False, obj=options
+            arguments, prog_name="regard", standalone_mode=False, obj=options
         )
         sys.stdout.flush()
         return code if isinstance(code, int) else SUCCESS

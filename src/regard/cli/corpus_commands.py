@@ -37,23 +37,33 @@ REPORT_PAGE, POLICY_FILE = Path("report.html"), Path("policy.json")
 
 
 PolicyArgument = Annotated[
-    Path, typer.Argument(metavar="POLICY", show_default=False, help="File that regard policy make wrote.")
+    Path,
+    typer.Argument(metavar="POLICY", show_default=False, help="File that regard policy make wrote, in JSON."),
 ]
 CorpusArgument = Annotated[
     str,
     typer.Argument(
         metavar="CORPUS",
         show_default=False,
-        help="Other documents than those of the survey: a file, directory or pattern.",
+        help="Documents that were not in the survey: a file, directory or pattern, as for regard survey.",
     ),
 ]
 BoundOption = Annotated[
     float,
-    typer.Option("--bound", metavar="NATS", min=1e-9, help="Largest mean KL divergence of a prediction."),
+    typer.Option(
+        "--bound",
+        metavar="NATS",
+        min=1e-9,
+        help="Largest mean KL divergence between predictions with the policy and without, in nats.",
+    ),
 ]
 ResumeOption = Annotated[
     Path | None,
-    typer.Option("--resume", metavar="DIR", help="Directory in which an interrupted run is resumed."),
+    typer.Option(
+        "--resume",
+        metavar="DIR",
+        help="Directory for finished parts, from which an interrupted run is resumed.",
+    ),
 ]
 
 
@@ -79,7 +89,7 @@ def survey(
             "-o",
             metavar="DIR",
             show_default=False,
-            help="Directory to write to; an unfinished survey is resumed.",
+            help="Directory to write to.",
         ),
     ],
     *,
@@ -88,21 +98,23 @@ def survey(
         typer.Option(
             "--measures",
             metavar="NAMES",
-            help="Comma-separated: entropy,distance,first,heavy,copies. Default: all.",
+            help="Some of entropy, distance, first, heavy and copies, separated by commas. Default: all.",
         ),
     ] = None,
     prompt_field: Annotated[
         str | None,
         typer.Option(
-            "--prompt-field", metavar="NAME", help="Field or column with the prompt that a text answers."
+            "--prompt-field",
+            metavar="NAME",
+            help="Field or column with the prompt of each text; adds the weight on the prompt.",
         ),
     ] = None,
     options: RunOptions,
     as_json: JsonOption = False,
 ) -> int:
-    """Measure the heads of a model over a corpus and write the rows as Parquet.
+    """Measure each head of a model on each document of a corpus, and write the table as Parquet files.
 
-    Run the same command again to resume an interrupted survey.
+    Run the same command again to resume an interrupted survey. regard report writes a page about it.
     """
     printer = Printer(as_json)
     selected = None if measures is None else [name.strip() for name in measures.split(",")]
@@ -162,15 +174,17 @@ def survey(
 def report(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", show_default=False, help="Output of regard survey, finished or not."),
+        typer.Argument(
+            metavar="DIR", show_default=False, help="Directory that regard survey wrote, finished or not."
+        ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PAGE", help="File to write.")
+        Path, typer.Option("--output", "-o", metavar="PAGE", help="Page to write.")
     ] = REPORT_PAGE,
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Write the page of a survey: which heads need a long context, their behaviour, and their documents."""
+    """Write the page of a survey: what each head does, which heads need a long context, and on which documents."""
     printer = Printer(as_json)
     check_output(output, "report")
     from regard.survey import load as load_survey
@@ -261,13 +275,16 @@ def format_duration(seconds: float) -> str:
 
 def make(
     survey: Annotated[
-        Path, typer.Argument(metavar="DIR", show_default=False, help="Output of regard survey.")
+        Path, typer.Argument(metavar="DIR", show_default=False, help="Directory that regard survey wrote.")
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Policy to write, as JSON.")
     ] = POLICY_FILE,
     keep: Annotated[
-        float, typer.Option("--keep", metavar="SHARE", help="Share of the weight to keep, up to 1.")
+        float,
+        typer.Option(
+            "--keep", metavar="SHARE", help="Share of the attention weight that a head keeps, up to 1."
+        ),
     ] = 0.99,
     sinks: Annotated[
         int, typer.Option("--sinks", metavar="N", help="First keys that every head keeps: 0, 1 or 4.")
@@ -276,11 +293,11 @@ def make(
         bool, typer.Option("--by-layer", help="Give the heads of a layer the same window.")
     ] = False,
     length: Annotated[
-        int, typer.Option("--length", metavar="N", min=1, help="Context length of the printed sizes.")
+        int, typer.Option("--length", metavar="N", min=1, help="Context length for which sizes are printed.")
     ] = 8192,
     as_json: JsonOption = False,
 ) -> int:
-    """Choose for each key/value head how many keys a cache keeps, from a survey."""
+    """Choose from a survey how many of the latest keys, its window, each key/value head keeps in the cache."""
     printer = Printer(as_json)
     check_output(output, "policy make")
     from regard.survey import load as load_survey
@@ -308,18 +325,25 @@ def verify(
     corpus: CorpusArgument,
     *,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Page to write.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write a page.")
     ] = None,
     bound: BoundOption = 0.01,
     effects: Annotated[
-        bool, typer.Option("--effects", help="Attribute the divergence to the heads: about 9 times the work.")
+        bool,
+        typer.Option(
+            "--effects",
+            help="Also measure how much each head adds to the divergence: about 9 times the work.",
+        ),
     ] = False,
     resume: ResumeOption = None,
     options: RunOptions,
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Run documents with a policy and without, and compare the predictions. Exits with 1 if the policy fails."""
+    """Run documents with a policy and without, and compare the predictions.
+
+    Exits with 1 if they differ by more than the bound, or if a synthetic test is lost.
+    """
     printer = Printer(as_json)
     check_output(output, "policy verify", show)
     from regard.policy import CachePolicy
@@ -345,13 +369,13 @@ def tighten(
     *,
     bound: BoundOption = 0.01,
     max_rounds: Annotated[
-        int, typer.Option("--max-rounds", metavar="N", min=1, help="Number of times that heads are widened.")
+        int, typer.Option("--max-rounds", metavar="N", min=1, help="Widen heads at most N times.")
     ] = 16,
     resume: ResumeOption = None,
     options: RunOptions,
     as_json: JsonOption = False,
 ) -> int:
-    """Widen the heads that are responsible for what a policy costs, until it holds."""
+    """Widen the windows of the heads that change the predictions most, until the policy holds."""
     printer = Printer(as_json)
     check_output(output, "policy tighten")
     from regard.policy import CachePolicy

@@ -32,16 +32,27 @@ FIELDS = (
 )  # fmt: skip
 
 
+PAGES_HELP = (
+    "pipeline: the four steps, to change every number; weights: the weights as an image; "
+    "scaling: why scores are divided by √d; geometry: queries and keys as arrows; "
+    "cost: count the multiplications; memory: the bytes that move; code: the program line by line; "
+    "model: a small GPT that reads what you type."
+)
+
+
 def explain(
     file: MatrixFile = None,
     query: Annotated[
-        str, typer.Option("--query", "-q", metavar="QUERY", help="Query to explain: a position or a token.")
+        str,
+        typer.Option(
+            "--query", "-q", metavar="QUERY", help="Query to explain: its position, from 0, or its token."
+        ),
     ] = "0",
     head: HeadOption = None,
     causal: CausalOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Explain the attention of one query in four steps, with every number."""
+    """Explain how one query attends to the keys, in four steps and with every number."""
     printer = Printer(as_json)
     inputs = _load_inputs(file, head, causal, "explain")
     A = attention(inputs["query"], inputs["key"], mask=inputs["mask"], scale=inputs["scale"])
@@ -59,19 +70,19 @@ def explain(
 def explore(
     name: Annotated[
         Literal["pipeline", "weights", "scaling", "geometry", "cost", "memory", "code", "model"],
-        typer.Argument(metavar="NAME", show_default=False, help="Page to write."),
+        typer.Argument(metavar="NAME", show_default=False, help=PAGES_HELP),
     ],
     file: MatrixFile = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="PAGE", help="File to write. Default: NAME.html."),
+        typer.Option("--output", "-o", metavar="PAGE", help="Page to write. Default: NAME.html."),
     ] = None,
     head: HeadOption = None,
     causal: CausalOption = False,
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Write an interactive page about attention. The page is one file and needs no server."""
+    """Write an interactive page about attention. The page is one file and needs no server or network."""
     printer = Printer(as_json)
     output = output or Path(f"{name}.html")
     check_output(output, "explore")
@@ -197,15 +208,15 @@ def exercise(
         typer.Option("--progress", metavar="FILE", help="Progress file. Default: regard-progress.json."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Time limit for a file.")
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Time limit for one file.")
     ] = 120.0,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the results of a class as CSV.")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Do the exercises of the book: list them, open one, check a file, or check the files of a class.
 
-    The first regard exercise 3 writes exercise-3.py with the task. The next ones check it, and exit with 1 until it is
-    right. Files run in a process of their own with a time limit, which is no sandbox.
+    Called for the first time, "regard exercise 3" writes exercise-3.py with the task. Later calls check that file, and
+    exit with 1 until it is right. A file runs in its own process with a time limit. This is not a sandbox.
     """
     printer = Printer(as_json, as_csv)
     if folder is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +11,8 @@ import typer
 
 from regard.cli.files import read_text
 from regard.cli.model_commands import record_run, warn_if_truncated
-from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions
-from regard.cli.output import Printer, check_output, save_file, save_page, style_text
+from regard.cli.options import MODEL_HELP, JsonOption, TextOptions
+from regard.cli.output import Printer, check_output, has_display, save_file, save_page, style_text
 from regard.errors import ArgumentError, NotCapturedError
 from regard.models import load
 from regard.models.model_inputs import GeneratedText, prepare_generation, prepare_inputs
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 
 LOOK_PAGE = Path("look.html")
+# What `regard look` shows without arguments: a model that comes with regard, on a sentence that repeats a name.
+DEMO_MODEL = "stories"
+DEMO_TEXT = (
+    "There was a fox named Max. He had a red kite. "
+    'A bird asked, "What is your name?" "My name is Max," said the fox.'
+)
+DEMO_PAIR = "is", "Max"  # to say the name, the model reads it where it was mentioned
 PICTURE_SUFFIX = ".png"
 OTHER_SUFFIXES = (".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf")  # a page must not be named so
 
@@ -40,28 +48,56 @@ CELLS = 128  # of a map along an edge; longer sequences show the maximum of each
 
 
 def look(
-    model: ModelName,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = DEMO_MODEL,
+    *,
     options: TextOptions,
     image: Annotated[
-        Path | None, typer.Option("--image", metavar="FILE", help="Image to run the model on.")
+        Path | None, typer.Option("--image", metavar="FILE", help="Run the model on an image.")
     ] = None,
     audio: Annotated[
         Path | None,
         typer.Option(
-            "--audio", metavar="FILE", help="WAV file to run the model on; --text is its transcript."
+            "--audio",
+            metavar="FILE",
+            help="Run the model on sound, a WAV file; --text is then its transcript.",
         ),
     ] = None,
     generate: Annotated[
-        int | None, typer.Option("--generate", metavar="N", min=1, help="Generate up to N tokens, greedily.")
+        int | None,
+        typer.Option(
+            "--generate",
+            metavar="N",
+            min=1,
+            help="Let the model generate up to N tokens, always the most probable one.",
+        ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Page to write, or a picture: FILE.png.")
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="File to write: a page (.html) or a picture (.png)."
+        ),
     ] = LOOK_PAGE,
-    show: OpenOption = False,
+    show: Annotated[
+        bool | None,
+        typer.Option(
+            "--open/--no-open",
+            show_default=False,
+            help="Open the page in a browser. Default: only without MODEL and text, if there is a display.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Write a page with every head of a model on a text, an image or sound: maps, measures and findings."""
+    """Write a page with every head of a model on a text, an image or sound: maps, measures and findings.
+
+    Without MODEL and text, the page shows a small trained model that comes with regard.
+    """
     printer = Printer(as_json)
+    has_input = any(given is not None for given in (options.text, options.file, image, audio))
+    is_demo = model == DEMO_MODEL and not has_input
+    if is_demo:
+        options = replace(options, text=DEMO_TEXT)
+    if show is None:
+        show = is_demo and not as_json and has_display()
     check_output(output, "look")
     if output.suffix.lower() in OTHER_SUFFIXES:
         raise ArgumentError(
@@ -84,7 +120,19 @@ def look(
         save_file(printer, run.title, output, show, record, figure.savefig)
     else:
         save_page(printer, page, output, show, record)
+    if is_demo:
+        _explain_demo(printer, run)
     return 0
+
+
+def _explain_demo(printer: Printer, run: LookRun) -> None:
+    """Print what to see in the page of the demo, and how to look into another model."""
+    best, (query, key) = run.recording.find(*DEMO_PAIR, run.tokens)[0], DEMO_PAIR
+    place = f"layer {best['layer']}, head {best['head']}"
+    printer.print(
+        f'The head that attends most from "{query}" to "{key}": {place}, weight {best["weight"]:.2f}.'
+    )
+    printer.print('For another model: regard look MODEL --text "The cat sat on the mat"')
 
 
 def _read_text(

@@ -67,34 +67,51 @@ def profile(
     ] = None,
     queries: Annotated[
         int | None,
-        typer.Option("--queries", metavar="N", min=1, help="Number of queries, e.g. 1 for decoding."),
+        typer.Option(
+            "--queries",
+            metavar="N",
+            min=1,
+            help="Number of queries, e.g. 1 for decoding. Default: one per token.",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Batch size.")] = 1,
     heads: Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Number of heads.")] = 8,
     kv_heads: Annotated[
         int | None,
-        typer.Option("--kv-heads", metavar="N", min=1, help="Number of key/value heads. Default: heads."),
+        typer.Option(
+            "--kv-heads", metavar="N", min=1, help="Number of key/value heads. Default: as many as heads."
+        ),
     ] = None,
     head_dim: Annotated[
-        int, typer.Option("--head-dim", metavar="N", min=1, help="Width of queries and keys.")
+        int, typer.Option("--head-dim", metavar="N", min=1, help="Width of a query or key.")
     ] = 64,
     value_dim: Annotated[
         int | None,
-        typer.Option("--value-dim", metavar="N", min=1, help="Width of values. Default: head_dim."),
+        typer.Option(
+            "--value-dim", metavar="N", min=1, help="Width of a value. Default: the same as --head-dim."
+        ),
     ] = None,
     mask: Annotated[
-        str, typer.Option("--mask", metavar="MASK", help="none, causal, window:N, padding:N or documents:N.")
+        str,
+        typer.Option(
+            "--mask",
+            metavar="MASK",
+            help="none; causal; window:N, causal with the last N keys; padding:N; documents:N.",
+        ),
     ] = "causal",
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16", "float16"],
         typer.Option("--dtype", help="Dtype to compute with."),
     ] = "float32",
     rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", min=1, help="Number of timings of each variant.")
+        int, typer.Option("--rounds", metavar="N", min=1, help="Number of times that each variant is timed.")
     ] = 7,
     as_json: JsonOption = False,
 ) -> int:
-    """Time attention of a given size on this machine, with the kernel and peak memory of each variant."""
+    """Time attention of a given size on this machine, with the kernel and peak memory of each variant.
+
+    The variants: PyTorch's kernel, regard's product, the product with four measures, and stored weights.
+    """
     printer = Printer(as_json)
     sizes = [
         ProfileSize(
@@ -381,9 +398,9 @@ def selfcheck(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare the kernels and generated cases with the definition, in the installed versions.
+    """Check that regard computes the right numbers with the installed versions, on generated cases.
 
-    Exits with 1 if something is wrong. The report names versions and settings, no paths, machine or user: paste the
+    Exits with 1 if something is wrong. The report has versions and settings, but no paths or names: paste the
     output of --json into an issue.
     """
     from regard.testing.installation import check_installation

@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from regard.cli.files import read_text
-from regard.cli.options import JsonOption, ModelName, OpenOption, TextOptions
+from regard.cli.options import MODEL_HELP, JsonOption, ModelName, OpenOption, TextOptions
 from regard.cli.output import NUMBER_STYLE, Printer, check_output, save_page, style_text
 from regard.errors import ArgumentError, NotCapturedError
 from regard.findings import Finding, Severity
@@ -49,14 +50,17 @@ def doctor(
     model: ModelName,
     options: TextOptions,
     causal: Annotated[
-        bool, typer.Option("--causal", help="No token may attend to later ones. Default: inferred.")
+        bool, typer.Option("--causal", help="The model must not attend to later tokens. Default: inferred.")
     ] = False,
     bidirectional: Annotated[
-        bool, typer.Option("--bidirectional", help="Tokens may attend to later ones.")
+        bool, typer.Option("--bidirectional", help="The model may attend to later tokens.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Diagnose the attention of a model by experiments on a text. Exits with 1 if there is an error."""
+    """Find faults in the attention of a model: run it on a text, and on changed copies of the text.
+
+    Each finding has a hint. Exits with 1 if one of them is an error.
+    """
     printer = Printer(as_json)
     if causal and bidirectional:
         raise ArgumentError(
@@ -101,9 +105,12 @@ def heads(
     model: ModelName,
     options: TextOptions,
     by: Annotated[
-        str | None, typer.Option("--by", metavar="MEASURE", help="Sort by a column, largest first.")
+        str | None,
+        typer.Option(
+            "--by", metavar="MEASURE", help="Sort by a column of the table, largest first. Default: by layer."
+        ),
     ] = None,
-    smallest: Annotated[bool, typer.Option("--smallest", help="Sort smallest first.")] = False,
+    smallest: Annotated[bool, typer.Option("--smallest", help="With --by: smallest first.")] = False,
     top: Annotated[
         int | None,
         typer.Option(
@@ -263,43 +270,57 @@ def _count_layers(loaded: LoadedModel) -> int | None:
 
 def effects(
     model: ModelName,
+    options: TextOptions,
     answer: Annotated[
         str,
         typer.Option(
-            "--answer", "-a", metavar="TEXT", show_default=False, help="Answer that follows the text."
+            "--answer",
+            "-a",
+            metavar="TEXT",
+            show_default=False,
+            help='What follows the text, usually with a space first: " mat". Its first token counts.',
         ),
     ],
-    options: TextOptions,
     wrong: Annotated[
         str | None,
         typer.Option(
-            "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: all others."
+            "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: every other token."
         ),
     ] = None,
     baseline: Annotated[
         Literal["zero", "mean"],
-        typer.Option("--baseline", help="What the output of a head is replaced by."),
+        typer.Option("--baseline", help="What replaces the output of a head: zero, or its mean over the text."),
     ] = "zero",
     keys: Annotated[
         str | None,
         typer.Option(
-            "--keys", metavar="SPAN", help="Knock out the edges to a token, position or range (3:8) instead."
+            "--keys",
+            metavar="SPAN",
+            help="Keep the head, but hide keys from it: a token, a position or a range of them (3:8).",
         ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", "-n", metavar="N", min=1, help="Print N rows.")] = 20,
+    top: Annotated[
+        int, typer.Option("--top", "-n", metavar="N", min=1, help="Print the N largest effects.")
+    ] = 20,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Write a page with all heads.")
+        Path | None, typer.Option("--output", "-o", metavar="PAGE", help="Also write a page with all heads.")
     ] = None,
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Measure how much an answer depends on each head of a model: how its logit changes without the head."""
+    """Measure how much an answer depends on each head of a model.
+
+    The model runs without one head at a time. The table shows how much this changes the log-probability of the answer,
+    or with --wrong the difference of their logits.
+    """
     printer = Printer(as_json)
     check_output(output, "effects", show)
-    loaded, text = load_model(printer, model, options, "effects")
+    content = read_text(options.text, options.file, "effects")
+    loaded, text = load_model(printer, model, replace(options, text=content, file=None), "effects")
     from regard.interventions import effects, logit_difference
 
-    metric = logit_difference(_find_id(loaded, answer), None if wrong is None else _find_id(loaded, wrong))
+    right = _find_id(loaded, content, answer)
+    metric = logit_difference(right, None if wrong is None else _find_id(loaded, content, wrong))
     heads = _count_heads(loaded)
     with printer.progress("Editing heads", heads) as advance:
         table = effects(
@@ -338,13 +359,14 @@ def effects(
     return 0
 
 
-def _find_id(loaded: LoadedModel, word: str) -> int:
-    """Return the id of the first token of a word, without the special tokens that a tokenizer adds."""
+def _find_id(loaded: LoadedModel, text: str, word: str) -> int:
+    """Return the id of the first token of a word that follows a text, without special tokens."""
     tokenizer = loaded.tokenizer
     if hasattr(tokenizer, "convert_ids_to_tokens"):
         ids = tokenizer.encode(word, add_special_tokens=False)
-    else:
-        ids = loaded.encode(word).ids[0].tolist() if word else []
+    else:  # the first token that the word changes: a tokenizer may begin each text with a token of its own
+        before, after = (loaded.encode(given).ids[0].tolist() for given in (text, text + word))
+        ids = [new for old, new in zip_longest(before, after) if old != new and new is not None]
     if not ids:
         raise ArgumentError(
             "effects",
@@ -379,20 +401,23 @@ def compare(
         typer.Argument(
             metavar="MODEL_A",
             show_default=False,
-            help="A folder, a name on the Hub, module:function, or a file that recording.save wrote.",
+            help=f"{MODEL_HELP} Or a file that recording.save wrote.",
         ),
     ],
     other: Annotated[
-        str, typer.Argument(metavar="MODEL_B", show_default=False, help="The model to compare with it.")
+        str, typer.Argument(metavar="MODEL_B", show_default=False, help="The model to compare with MODEL_A.")
     ],
     options: TextOptions,
     other_dtype: Annotated[
         WeightDtype | None,
-        typer.Option("--dtype-b", help="Dtype of the weights of MODEL_B. Default: that of --dtype."),
+        typer.Option("--dtype-b", help="Dtype of the weights of MODEL_B. Default: the same as --dtype."),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare two models on a text: the first layer or module where they diverge, and why. Exits with 1 if they do."""
+    """Run two models on a text, and find the first layer or module where they diverge, and why.
+
+    Exits with 1 if they diverge. Rounding differences are ignored.
+    """
     printer = Printer(as_json)
     other_options = replace(options, dtype=other_dtype or options.dtype)
     recording_a, tokens_a, record_a = _load_run(printer, model, options)

@@ -18,26 +18,30 @@ OpenOption = Annotated[bool, typer.Option("--open", help="Open the page in a bro
 HeadOption = Annotated[
     str | None,
     typer.Option(
-        "--head", metavar="INDEX", help="Head of larger arrays: 3, or 0,3 for head 3 of batch entry 0."
+        "--head",
+        metavar="INDEX",
+        help="Head to select if the arrays have several: 3, or 0,3 for head 3 of batch entry 0.",
     ),
 ]
-CausalOption = Annotated[bool, typer.Option("--causal", help="Apply a causal mask.")]
+CausalOption = Annotated[
+    bool, typer.Option("--causal", help="Apply a causal mask: no token attends to later ones.")
+]
 MatrixFile = Annotated[
     Path | None,
     typer.Argument(
         metavar="FILE",
         show_default=False,
-        help="JSON or NPZ file with query, key, value, tokens, mask, scale. Default: a built-in example.",
+        help="JSON or NPZ file with query and key; optionally value, tokens, mask and scale. "
+        "Default: an example of five tokens.",
     ),
 ]
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", show_default=False, help="A folder, a name on the Hub, or module:function."
-    ),
-]
+MODEL_HELP = (
+    "A folder, a name on the Hugging Face Hub, module:function (a function that returns a model), "
+    "or stories (the small trained model inside regard)."
+)
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=MODEL_HELP)]
 TRUST_OPTION = typer.Option(
-    "--trust-remote-code", help="Run code that comes with the model. Read that code first."
+    "--trust-remote-code", help="Run the code that comes with a model. Read that code first."
 )
 
 
@@ -55,42 +59,66 @@ class TextOptions:
     layers: Annotated[
         list[str] | None,
         typer.Option(
-            "--layers", "-l", metavar="NAME", help="Record only these modules; * is a wildcard. Repeatable."
+            "--layers",
+            "-l",
+            metavar="NAME",
+            help="Only modules of this name; * is a wildcard. Repeatable. Default: all.",
         ),
     ] = None
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", metavar="N", min=1, help="Truncate the text to this many tokens."),
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            min=1,
+            help="Truncate the text to N tokens. Default: the longest that the model reads.",
+        ),
     ] = None
     dtype: Annotated[
         WeightDtype | None,
         typer.Option(
-            "--dtype", help="Dtype of the weights. Default: float32; with module:function, unchanged."
+            "--dtype",
+            help="Dtype of the weights; auto: as stored. Default: float32, or unchanged with module:function.",
         ),
     ] = None
     trust_remote_code: Annotated[bool, TRUST_OPTION] = False
 
 
+# Options that follow those of the command itself.
+RARE_OPTIONS = ("layers", "max_tokens", "dtype", "other_dtype", "trust_remote_code", "as_csv", "as_json")
+
 # The fields of `RunOptions` as options of a command that runs a model over a corpus.
 RUN_OPTIONS: dict[str, Any] = {
     "max_tokens": typer.Option(
-        "--max-tokens", metavar="N", min=1, help="Truncate each document to this many tokens."
+        "--max-tokens", metavar="N", min=1, help="Truncate each document to N tokens."
     ),
-    "workers": typer.Option("--workers", metavar="N", min=1, help="Number of processes, each with a model."),
-    "executor": typer.Option("--executor", help="Where workers run; ray for several machines."),
-    "text_field": typer.Option("--text-field", metavar="NAME", help="Field or column that holds the text."),
+    "workers": typer.Option(
+        "--workers", metavar="N", min=1, help="Number of processes, each with its own copy of the model."
+    ),
+    "executor": typer.Option(
+        "--executor", help="Where the processes run: on this machine, or on a Ray cluster."
+    ),
+    "text_field": typer.Option(
+        "--text-field", metavar="NAME", help="Field of JSON lines, or column of Parquet, that holds the text."
+    ),
     "name_field": typer.Option(
-        "--name-field", metavar="NAME", help="Field or column that holds a document's name."
+        "--name-field",
+        metavar="NAME",
+        help="Field or column that holds the name of a document. Default: its file and position.",
     ),
     "shard_size": typer.Option(
-        "--shard-size", metavar="N", min=1, help="Number of documents that are committed together."
+        "--shard-size", metavar="N", min=1, help="Number of documents that are saved together."
     ),
-    "timeout": typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for a document."),
+    "timeout": typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for one document."),
     "max_bytes": typer.Option(
-        "--max-bytes", metavar="N", min=1, help="Quarantine documents with more bytes."
+        "--max-bytes", metavar="N", min=1, help="Skip and list documents with more bytes."
     ),
-    "device": typer.Option("--device", metavar="DEVICE", help="Device to run on, e.g. cuda:0."),
-    "dtype": typer.Option("--dtype", help="Dtype of the weights."),
+    "device": typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="Device to run on, e.g. cuda:0. Default: where the model is loaded, mostly the CPU.",
+    ),
+    "dtype": typer.Option("--dtype", help="Dtype of the weights; auto: as stored."),
     "threads": typer.Option("--threads", metavar="N", min=1, help="Number of torch threads of each process."),
     "trust_remote_code": TRUST_OPTION,
 }
@@ -122,6 +150,9 @@ def take_options(command: Callable[..., int]) -> Callable[..., int]:
             add(
                 field.name, default, Annotated[hint, RUN_OPTIONS[field.name]] if group is RunOptions else hint
             )
+
+    if TextOptions in groups.values():  # what a command is about comes first in its help
+        parameters.sort(key=lambda parameter: parameter.name in RARE_OPTIONS)
 
     @functools.wraps(command)
     def run(**given: Any) -> int:

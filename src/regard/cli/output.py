@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -222,6 +223,14 @@ def check_output(output: Path | None, operation: str, show: bool = False) -> Non
             if missing
             else f"Add a file name: -o {output / 'page.html'}.",
         )
+
+
+def has_display() -> bool:
+    """Return whether the person at this terminal can see a browser; on Linux, a desktop sets a variable."""
+    is_desktop = (
+        sys.platform in ("darwin", "win32") or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    )
+    return is_desktop and sys.stdout.isatty()
 
 
 def save_page(printer: Printer, page: Page, output: Path, show: bool, record: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 Start with `ScaledDotProductAttention`, the four steps as a class, and the example `cat`. `CheckedAttention` is the
 class around it that checks its arguments, reads masks and explains a row. `family` has fifteen variants,
-`exercises` the tasks with a checker, `figures` the drawings of the book. Imports from `regard.core` and below;
-`exercises` also imports `regard.testing`.
+`exercises` the tasks with a checker, `figures` the drawings of the book. `gpt` is the model of `TinyGPT` in PyTorch and
+is imported by itself. Imports from `regard.core` and below; `exercises` also imports `regard.testing`, `gpt` imports
+`regard.nn`.
 
 Design notes:
 - Figures of the book are SVG made by `regard.learn.figures`, in a cell of the chapter. A notebook shows them as the

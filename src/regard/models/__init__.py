@@ -1,6 +1,7 @@
 """Load a model and its tokenizer by name: `regard.models.load(name)` returns a `LoadedModel`.
 
-A name is a folder, a name on the Hugging Face Hub, or `module:function`. May import `regard.images`
+A name is a folder, a name on the Hugging Face Hub, `module:function`, or the model that comes with regard:
+"stories". May import `regard.images`
 and everything below it; torch and transformers are imported when a model is loaded.
 
 Design notes:

@@ -1,4 +1,4 @@
-"""`load`: resolve a name to a folder, a function or a name on the Hugging Face Hub, and load the model.
+"""`load`: resolve a name to a model of the package, a folder, a function or a name on the Hugging Face Hub.
 
 Weights are read from safetensors only.
 """
@@ -22,6 +22,8 @@ from regard.models.optional_imports import first_line, import_optional, silence_
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 PARTS = ("text", "whole")
+# The models that come with regard, and the functions that load them; `./stories` is a folder of that name.
+BUILT_IN = {"stories": "regard.learn.gpt:load_stories"}
 
 
 def load(
@@ -31,15 +33,19 @@ def load(
     dtype: str | None = None,
     part: Literal["text", "whole"] = "text",
 ) -> LoadedModel:
-    """Load a model and its tokenizer by name, in eval mode.
+    r"""Load a model and its tokenizer by name, in eval mode.
 
     Weights are read from safetensors only, since reading a pickled file can run any code. The class is the one that
     config.json names.
 
     Args:
-        name: A folder (config.json, *.safetensors, the tokenizer's files); a name on the Hugging Face Hub, through
-            the cache and settings of transformers; or `module:function`, which returns a model or
-            (model, tokenizer). The module may lie in the current directory.
+        name: One of:
+
+            - "stories", a GPT of 3.9 million parameters that comes with regard, trained on children's stories;
+            - a folder (config.json, *.safetensors, the tokenizer's files);
+            - a name on the Hugging Face Hub, through the cache and settings of transformers;
+            - `module:function`, which returns a model or (model, tokenizer). The module may lie in the current
+              directory.
         trust_remote_code: Run code that comes with the model. By default such a model is refused.
         dtype: "float32", "bfloat16", "float16", or "auto" for the dtype the weights are stored in. The default is
             float32, except that the weights of a model from `module:function` stay as they are.
@@ -55,10 +61,10 @@ def load(
         ImportError: If torch or transformers is not installed.
 
     >>> import regard
-    >>> model = regard.models.load("examples.induction:load")
-    >>> text = model.encode("the cat, the ")
-    >>> text.tokens[:3], model.forward(text).shape
-    (['t', 'h', 'e'], torch.Size([1, 13, 128]))
+    >>> loaded = regard.models.load("stories")
+    >>> text = loaded.encode("Once upon a time")
+    >>> text.tokens, loaded.forward(text).shape
+    (['\n', ' Once', ' upon', ' a', ' time'], torch.Size([1, 5, 2560]))
     """
     if dtype not in (*DTYPES, None):
         expected, hint = ", ".join(DTYPES), "The default is float32."
@@ -66,6 +72,8 @@ def load(
     if part not in PARTS:
         expected, hint = " or ".join(PARTS), 'The default is "text".'
         raise ArgumentError("load", received=f"part {part!r}", expected=expected, hint=hint)
+    if name in BUILT_IN:
+        return replace(load_from_function(BUILT_IN[name], dtype), name=name)
     path = Path(name).expanduser()
     is_folder = path.is_dir()
     if is_folder:

@@ -8,8 +8,6 @@ import pytest
 @pytest.fixture
 def run(capsys):
     """Runs a command line in this process, checks its exit code, and returns standard output and standard error."""
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
     from regard.cli import main
 
     def run(*arguments, code=0):

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402

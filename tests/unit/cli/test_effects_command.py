@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
 from examples.induction import load  # noqa: E402
 from regard.interventions import effects, logit_difference  # noqa: E402
+from regard.learn import TinyGPT  # noqa: E402
 from tests.helpers.command_line import INDUCTION  # noqa: E402
 
 LINE = "abcdefgh, abcdefg"
@@ -54,3 +54,11 @@ def test_a_page_to_open_needs_a_file(run):
 def test_an_answer_without_tokens(run):
     _, err = run("effects", INDUCTION, "-t", LINE, "--answer", "", code=2)
     assert "a word that the model can predict" in err
+
+
+@pytest.mark.parametrize("answer", [" Max", " Max was glad"])
+def test_the_answer_is_the_token_that_follows_the_text(answer, run):
+    text = 'There was a fox named Max. A bird asked, "What is your name?" "My name is'
+    out, _ = run("effects", "stories", "-t", text, "--answer", answer, "--json")
+    expected = np.log(dict(TinyGPT()(text).best(9))[" Max"])  # the tokenizer begins each text with a newline
+    assert json.loads(out)["clean"] == pytest.approx(expected, abs=1e-4)

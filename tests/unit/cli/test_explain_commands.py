@@ -10,9 +10,6 @@ import sys
 import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 import regard
 from regard.learn import cat
 from tests.helpers.command_line import ROOT

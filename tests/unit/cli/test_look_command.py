@@ -8,15 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 
 import regard  # noqa: E402
 from examples.induction import load  # noqa: E402
 from regard.cli import main  # noqa: E402
+from regard.cli.look_command import DEMO_TEXT  # noqa: E402
+from regard.learn import TinyGPT  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 LINE = "abcde <b>abcde</b> abcde"
@@ -31,7 +32,7 @@ def test_look_writes_the_page_of_the_recording(tmp_path, capsys):
     assert main(["look", "examples.induction:load", "-t", LINE, "-o", str(path)]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{title}: {path}, ")
-    assert captured.err.startswith("examples.induction:load: Model, ")
+    assert captured.err.startswith("examples.induction:load: GPT, ")
     written = path.read_text(encoding="utf-8")
     assert written == recording.page(list(LINE), title=title).html
     assert written == regard.look("examples.induction:load", LINE).html
@@ -43,6 +44,57 @@ def test_look_writes_the_page_of_the_recording(tmp_path, capsys):
     record = json.loads(captured.out)
     assert captured.err == "" and record["layers"] == 1
     assert (record["page"], record["bytes"], record["title"]) == (str(path), path.stat().st_size, title)
+
+
+def test_without_arguments_it_shows_the_model_that_comes_with_regard(run, tmp_path):
+    path = tmp_path / "page.html"
+    out, err = run("look", "-o", path)
+    assert err.startswith("stories: GPT, 3,938,560 parameters, ") and f": {path}, " in out
+    assert 'regard look MODEL --text "' in out.splitlines()[-1]
+    words = DEMO_TEXT.replace(".", " .").replace(",", " ,").split()
+    assert words.count("Max") == 2 and path.read_text("utf-8").count(" kite") >= 1
+    # The printed weight is the largest that the model in NumPy has from the one word to the other.
+    reading = TinyGPT()(DEMO_TEXT)
+    query, key = (
+        [i for i, piece in enumerate(reading.pieces) if piece == f" {word}"] for word in ("is", "Max")
+    )
+    pairs = reading.weights[:, :, query][..., key].max((-2, -1))
+    layer, head = np.unravel_index(pairs.argmax(), pairs.shape)
+    assert f"layer {layer}, head {head}, weight {pairs.max():.2f}." in out and pairs.max() > 0.9
+    assert run("look", "stories", "-o", tmp_path / "named.html").out.splitlines()[1:] == out.splitlines()[1:]
+    assert (tmp_path / "named.html").read_text("utf-8") == path.read_text("utf-8")
+    own, _ = run("look", "-t", "Once upon a time", "-o", path)
+    assert own.startswith("stories on 5 tokens: ") and "MODEL" not in own
+    assert json.loads(run("look", "-o", path, "--json").out)["tokens"] == len(reading.tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "terminal", "variables", "opens"),
+    [
+        ([], True, {"DISPLAY": ":0"}, True),
+        ([], True, {"WAYLAND_DISPLAY": "wayland-0"}, True),
+        ([], True, {}, False),
+        ([], False, {"DISPLAY": ":0"}, False),
+        (["--no-open"], True, {"DISPLAY": ":0"}, False),
+        (["--json"], True, {"DISPLAY": ":0"}, False),
+        (["-t", "Once"], True, {"DISPLAY": ":0"}, False),
+        (["-t", "Once", "--open"], False, {}, True),
+    ],
+)
+def test_a_browser_opens_by_itself_only_without_arguments_and_with_a_display(
+    arguments, terminal, variables, opens, run, tmp_path, monkeypatch
+):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "page.html"
+    run("look", *arguments, "-o", path)
+    assert opened == ([path.as_uri()] if opens else []) and path.exists()
 
 
 PEAK = """

@@ -9,8 +9,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
 torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 pytest.importorskip("PIL")

@@ -11,9 +11,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 import regard
 from regard.cli.model_commands import COLUMNS
 from tests.helpers.command_line import INDUCTION, ROOT, run_process
@@ -43,7 +40,7 @@ def test_heads_prints_json(run, induction):
     out, err = run("heads", INDUCTION, "--text", LINE, "--json")
     record = json.loads(out)
     assert equals(record["heads"], recording.heads(ids)) and err == ""
-    assert (record["tokens"], record["layers"], record["model"]["class"]) == (len(LINE), 2, "Model")
+    assert (record["tokens"], record["layers"], record["model"]["class"]) == (len(LINE), 2, "GPT")
     assert list(COLUMNS) == [*recording.heads(ids).columns[1:], "contribution"]
     out, _ = run("heads", INDUCTION, "-t", LINE, "--json", "--by", "induction", "--top", "3")
     assert equals(json.loads(out)["heads"], recording.heads(ids).sort("induction")[:3])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("typer")
 pytest.importorskip("safetensors")
 
 from regard.jobs.shards import EVICTION_WINDOWS

@@ -6,9 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 import regard
 from regard.cli.machine_commands import ProfileSize, parse_mask
 

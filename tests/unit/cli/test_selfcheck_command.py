@@ -7,9 +7,6 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
 from regard.engines.numpy import NumpyEngine
 
 

@@ -9,8 +9,6 @@ import sys
 import pytest
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
 
 import regard
 from regard.survey.dataset import build_report

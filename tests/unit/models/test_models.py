@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 hf = pytest.importorskip("transformers")
 
 from regard import ArgumentError, RegardError  # noqa: E402
+from regard.learn import TinyGPT  # noqa: E402
 from regard.lens.watch import watch  # noqa: E402
 from regard.models import load, loaded_model, loading  # noqa: E402
 from tests.helpers.model_folders import (  # noqa: E402
@@ -175,6 +176,32 @@ def test_missing_weights_are_reported(folder, tmp_path):
         in note
         for note in load(str(tmp_path)).notes
     )
+
+
+# -- The model that comes with regard ---------------------------------------------------------------------
+
+
+def test_the_model_of_the_package_computes_what_it_computes_in_numpy(folder, tmp_path, monkeypatch):
+    text = "Zobi and Rumo went to the park.\nZobi had a kite, and gave it to"
+    loaded, reading = load("stories"), TinyGPT()(text)
+    encoded = loaded.encode(text)
+    assert (loaded.name, loaded.info["class"], loaded.model.training) == ("stories", "GPT", False)
+    assert encoded.tokens == list(reading.pieces) and loaded.tokenizer.decode(encoded.ids[0]) == "".join(
+        reading.pieces
+    )
+    with watch(loaded.model) as recording:
+        logits = loaded.forward(encoded)
+    torch.testing.assert_close(
+        logits[0].double().softmax(-1), torch.tensor(reading.guesses[-1]), atol=1e-5, rtol=0
+    )
+    for layer, name in enumerate(recording):
+        weights = recording[name].to_dense()[0].double()
+        torch.testing.assert_close(weights, torch.tensor(reading.weights[layer]), atol=1e-5, rtol=0)
+    assert len(recording) == loaded.model.config.layers
+    # A folder of the same name is loaded by its path.
+    shutil.copytree(folder, tmp_path / "stories")
+    monkeypatch.chdir(tmp_path)
+    assert load("stories").info["class"] == "GPT" and load("./stories").info["class"] == "LlamaForCausalLM"
 
 
 # -- Functions ----------------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from examples.induction.model import Config, Model
 from examples.qk_clip import clip_scores
+from regard.learn.gpt import GPT, GPTConfig
 from regard.monitor import Monitor
 
 
 def test_clipped_heads_have_the_limit_as_largest_score() -> None:
     torch.manual_seed(0)
-    model = Model(Config(vocabulary=16, width=16, heads=4, layers=2))
+    model = GPT(GPTConfig(vocabulary=16, width=16, heads=4, layers=2))
     tokens = torch.randint(16, (2, 12))
     with torch.no_grad():
         model.layers[0].attention.q_proj.weight[4:8] *= 30  # head 1
