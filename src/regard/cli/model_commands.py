@@ -289,7 +289,9 @@ def effects(
     ] = None,
     baseline: Annotated[
         Literal["zero", "mean"],
-        typer.Option("--baseline", help="What replaces the output of a head: zero, or its mean over the text."),
+        typer.Option(
+            "--baseline", help="What replaces the output of a head: zero, or its mean over the text."
+        ),
     ] = "zero",
     keys: Annotated[
         str | None,
