@@ -43,7 +43,7 @@ PRINTED_LAYERS = 40
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Where two runs part, and the differences of all layers.
+    """Where two runs diverge, and the differences of all layers.
 
     Args:
         findings: The differences that have a cause of their own, in the order of the layers.
@@ -99,7 +99,7 @@ class Comparison:
             place = f"layer {layer}" if layer >= 0 else self.first.module or "the output"
             if self.first.kind in ("module", "NaN or inf") and self.first.module:
                 place = self.first.module
-            return f"The runs part in {place}: {self.kind}."
+            return f"The runs diverge in {place}: {self.kind}."
         rest = f"; {self.missing_output}" if self.missing_output else ""
         count += "" if self.missing_output else " and the output"
         if self.kind == "no difference":
@@ -249,7 +249,7 @@ def compare(
     ...     return recording
     >>> causal = {"attn_mask": torch.ones(3, 3).triu(1).bool(), "is_causal": True}
     >>> print(regard.compare(run(**causal), run()))
-    The runs part in layer 0: mask.
+    The runs diverge in layer 0: mask.
     ...
     """
     inputs_b = inputs if inputs_b is None else inputs_b

@@ -1,4 +1,4 @@
-"""`regard.compare`: the first layer in which two runs part, and the kind of difference."""
+"""`regard.compare`: the first layer where two runs diverge, and the kind of difference."""
 
 from __future__ import annotations
 
@@ -483,7 +483,7 @@ def test_a_comparison_is_data_text_and_html():
     record = json.loads(json.dumps(comparison.as_dict()))
     assert record["kind"] == "scale" and record["first"]["layer"] == 0 and len(record["layers"]) == 3
     text = repr(comparison)
-    assert text.startswith("The runs part in layer 0: scale.") and "inherited" in text
+    assert text.startswith("The runs diverge in layer 0: scale.") and "inherited" in text
     html = comparison._repr_html_()
     assert "scale" in html and "inherited" in html and "<script" not in html
     same = compare_gpt("")
@@ -529,7 +529,7 @@ def test_the_output_of_the_model_is_compared():
     assert "LlamaRMSNorm" in comparison.first.message and "1.1 times as large" in comparison.first.message
     assert comparison.first.evidence["input"] == 0
     assert math.isclose(comparison.first.evidence["output"], 0.1 / 1.1, rel_tol=1e-3)
-    assert comparison.summary == "The runs part in model.norm: module."
+    assert comparison.summary == "The runs diverge in model.norm: module."
     same = compare_llama(lambda model: None)
     assert same.summary == "No difference in 3 layers and the output." and same.output == 0
 
