@@ -163,7 +163,9 @@ def look(
     notes = [*prepared.loaded.notes, *prepared.notes]
     encoded = prepared.text
     if encoded is not None and len(encoded) < encoded.full_length and len(encoded) != max_tokens:
-        notes.append(f"The text has {encoded.full_length:,} tokens, and the model reads the first {len(encoded):,}.")
+        notes.append(
+            f"The text has {encoded.full_length:,} tokens, and the model reads the first {len(encoded):,}."
+        )
     for note in notes:
         warnings.warn(note, stacklevel=2)
     with watch(prepared.loaded.model, layers=layers) as recording:

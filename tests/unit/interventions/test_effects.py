@@ -54,7 +54,10 @@ def test_means_resampling_and_knockouts():
         model(**others, use_cache=False)
     for options, build in (
         ({"baseline": "mean"}, lambda row: ablate(row["layer"], heads=row["head"], baseline="mean")),
-        ({"baseline": source}, lambda row: patch(row["layer"], heads=row["head"], source=source, what="output")),
+        (
+            {"baseline": source},
+            lambda row: patch(row["layer"], heads=row["head"], source=source, what="output"),
+        ),
         ({"keys": slice(2, 5)}, lambda row: knockout(row["layer"], heads=row["head"], keys=slice(2, 5))),
         ({"queries": -1}, lambda row: ablate(row["layer"], heads=row["head"], queries=-1)),
     ):
