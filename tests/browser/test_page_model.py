@@ -21,8 +21,8 @@ pytest.importorskip("transformers")
 import regard  # noqa: E402
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
 from regard.cli import main  # noqa: E402
-from regard.cli.look_command import DEMO_TEXT  # noqa: E402
 from regard.lens import model_page  # noqa: E402
+from regard.models.loading import DEMO_TEXT  # noqa: E402
 from regard.render.text import escape_unprintable  # noqa: E402
 from tests.helpers.story_model import load_numpy, load_torch  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402

@@ -15,6 +15,7 @@ from regard.cli.options import MODEL_HELP, JsonOption, TextOptions
 from regard.cli.output import Printer, check_output, has_display, save_file, save_page, style_text
 from regard.errors import ArgumentError, NotCapturedError
 from regard.models import load
+from regard.models.loading import DEMO_MODEL, DEMO_TEXT
 from regard.models.model_inputs import GeneratedText, prepare_generation, prepare_inputs
 from regard.types import Array
 
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
 
 
 LOOK_PAGE = Path("look.html")
-# What `regard look` shows without arguments: a model that comes with regard, on a sentence that repeats a name.
-DEMO_MODEL = "stories"
-DEMO_TEXT = (
-    "There was a fox named Max. He had a red kite. "
-    'A bird asked, "What is your name?" "My name is Max," said the fox.'
-)
 DEMO_PAIR = "is", "Max"  # to say the name, the model reads it where it was mentioned
 PICTURE_SUFFIX = ".png"
 OTHER_SUFFIXES = (".jpg", ".jpeg", ".gif", ".webp", ".svg", ".pdf")  # a page must not be named so

@@ -15,7 +15,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.lens.recording import Recording
 from regard.lens.watch import watch
 from regard.models.loaded_model import LoadedModel, model_info, name_tokens
-from regard.models.loading import load
+from regard.models.loading import DEMO_MODEL, DEMO_TEXT, load
 from regard.models.model_inputs import (
     GeneratedText,
     ModelInputs,
@@ -85,7 +85,7 @@ def run_inputs(
 
 
 def look(
-    model: str | Path | LoadedModel | nn.Module,
+    model: str | Path | LoadedModel | nn.Module = DEMO_MODEL,
     text: str | None = None,
     *,
     inputs: Any = None,
@@ -101,10 +101,12 @@ def look(
 ) -> Page:
     """Run a model under the lens, and build the page with every head: what the command `regard look` writes.
 
-    For several looks at one run, record it with `regard.watch` and call `recording.page`.
+    Without arguments, it shows a small trained model that comes with regard, on a sentence. For several looks at one
+    run, record it with `regard.watch` and call `recording.page`.
 
     Args:
-        model: What `regard.models.load` takes: a folder, a name on the Hub or `module:function`; or a model.
+        model: What `regard.models.load` takes: a folder, a name on the Hub or `module:function`; or a model. The
+            default comes with regard.
         text: A text to run the model on. With `audio`, its transcript.
         inputs: What the model is called with, in place of a text: a tensor, or a mapping with keyword arguments, such
             as a tokenizer returns.
@@ -138,6 +140,8 @@ def look(
             expected="a string",
             hint="Pass tensors and mappings as inputs=: regard.look(model, inputs=inputs).",
         )
+    if model == DEMO_MODEL and inputs is None and text is None and image is None and audio is None:
+        text = DEMO_TEXT
     if (inputs is None) == (text is None and image is None and audio is None):
         raise ArgumentError(
             "look",

@@ -24,6 +24,12 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 PARTS = ("text", "whole")
 # The models that come with regard, and the functions that load them; `./stories` is a folder of that name.
 BUILT_IN = {"stories": "regard.learn.gpt:load_stories"}
+# What `look` shows without arguments: a sentence that repeats a name.
+DEMO_MODEL = "stories"
+DEMO_TEXT = (
+    "There was a fox named Max. He had a red kite. "
+    'A bird asked, "What is your name?" "My name is Max," said the fox.'
+)
 
 
 def load(

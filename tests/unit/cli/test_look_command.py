@@ -50,6 +50,7 @@ def test_without_arguments_it_shows_the_model_that_comes_with_regard(run, tmp_pa
     path = tmp_path / "page.html"
     out, err = run("look", "-o", path)
     assert err.startswith("stories: GPT, 3,938,560 parameters, ") and f": {path}, " in out
+    assert path.read_text(encoding="utf-8") == regard.look().html
     assert 'regard look MODEL --text "' in out.splitlines()[-1]
     words = DEMO_TEXT.replace(".", " .").replace(",", " ,").split()
     assert words.count("Max") == 2 and path.read_text("utf-8").count(" kite") >= 1
