@@ -188,7 +188,7 @@ def compute_features(
             raise ArgumentError(
                 "linear_attention",
                 received=f"{map_name} of {name} with features down to {engine.to_numpy(features).min():g}",
-                expected="features that are never negative, so that weights are shares",
+                expected="non-negative features, so that the weights of a row sum to 1",
                 hint='Apply max(0, ·) or the exponential, or use "elu".',
             )
         return features

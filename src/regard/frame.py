@@ -80,8 +80,8 @@ class Frame:
                 operation,
                 received=format_shape(q_len=self.q_len, kv_len=self.kv_len) + " and no align",
                 expected='align="upper_left" or align="lower_right" if the lengths differ',
-                hint='Queries at the end of the keys (a cache) are "lower_right"; '
-                '"upper_left" is what is_causal of F.scaled_dot_product_attention means.',
+                hint='If the queries are the last tokens of the keys (a cache), pass "lower_right"; to match '
+                'is_causal of F.scaled_dot_product_attention, pass "upper_left".',
             )
         return 0
 

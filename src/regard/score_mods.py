@@ -387,7 +387,8 @@ def relative_bias(
         raise ArgumentError(
             "relative_bias",
             received=f"a table of shape {tuple(table.shape)}, max_distance={max_distance!r}",
-            expected=f"(buckets, heads), at least {min_buckets} buckets, and a max_distance beyond the exact ones",
+            expected=f"(buckets, heads), at least {min_buckets} buckets, and a max_distance above the number of exact "
+            f"distances",
             hint="T5's relative_attention_bias.weight has this shape.",
         )
     return RelativeBiasMod(table, bidirectional, max_distance, align)

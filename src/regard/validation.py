@@ -47,7 +47,7 @@ def check_count(
     raise ArgumentError(
         operation,
         received=f"{name}={count!r}{suffix}",
-        expected="a matrix that is not empty" if is_empty else f"{name} {limits}, a whole number",
+        expected="a non-empty matrix" if is_empty else f"{name} {limits}, a whole number",
         hint=hint,
     )
 

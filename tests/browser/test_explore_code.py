@@ -547,7 +547,7 @@ def test_wrong_arguments_raise_the_error_of_the_call():
         explore.code(None, 1)
     cached = functools.lru_cache(add_up)
     cached((1,))
-    with pytest.raises(regard.ArgumentError, match="of which no line was run"):
+    with pytest.raises(regard.ArgumentError, match="whose body did not run"):
         explore.code(cached, (1,))
 
 

@@ -545,7 +545,7 @@ def test_a_layer_that_a_page_cannot_compute_has_thumbnails_and_says_why(show):
         "1.0.3",
     ]
     tab.get_by_role("button", name="Layer 1, head 2").click()
-    assert "one that a page can compute" in tab.locator("#no-weights").text_content()
+    assert "a score modification that a page supports" in tab.locator("#no-weights").text_content()
     assert len(look(tab, "#3", "#1")) == 4
     assert (
         tab.locator("#search-status").text_content()

@@ -211,7 +211,7 @@ class KeyStore:
             raise ArgumentError(
                 "outputs.attentions",
                 received="keys that the model overwrote after the call",
-                expected="the keys that the layer computed with",
+                expected="the keys that the layer used",
                 hint="Read the weights before the next call of the model, or use a cache of transformers.",
             )
         return self._keys[..., start : start + length, :]

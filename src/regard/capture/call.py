@@ -304,7 +304,7 @@ class Call:
                 raise ArgumentError(
                     f"recording[{self.name!r}]",
                     received="a tensor that the model overwrote after the call",
-                    expected="the tensors that the layer computed with",
+                    expected="the tensors that the layer used",
                     hint="Record a copy: regard.watch(model, copy=True).",
                 )
 

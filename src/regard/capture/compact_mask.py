@@ -593,7 +593,7 @@ class FlexMask(Mask):
                 "flex mask",
                 received=f"a matrix of {format_shape(q_len=frame.q_len, kv_len=frame.kv_len)}",
                 expected=format_shape(q_len=self.q_len, kv_len=self.kv_len),
-                hint="A mask that was read from a BlockMask fits the matrix of its call only.",
+                hint="A mask read from a BlockMask fits only the matrix of its own call.",
             )
 
     @property

@@ -28,7 +28,7 @@ def list_patterns(layers: Any, operation: str) -> list[str]:
             raise ArgumentTypeError(
                 operation,
                 received=f"layers with {describe_argument(pattern)}",
-                expected="names of modules or patterns with *: one, or a list of them",
+                expected="a module name, a pattern with *, or a list of these",
                 hint='For example layers="*.layers.3", or layers=["encoder", "decoder.layers.0"].',
             )
     return patterns

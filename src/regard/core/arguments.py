@@ -169,7 +169,7 @@ def _check_range(positions: IntArray, size: int, axis: int, operation: str) -> I
         raise IndexOutOfRangeError(
             operation,
             received=f"index {positions[wrong][0]} for axis {axis}",
-            expected=f"{-size} to {size - 1}" if size else "an axis that is not empty",
+            expected=f"{-size} to {size - 1}" if size else "a non-empty axis",
             hint=f"The axis has size {size}.",
         )
     return np.where(positions < 0, positions + size, positions)
@@ -273,7 +273,7 @@ def check_one_head(shape: tuple[int, ...], operation: str, hint: str) -> None:
             expected="one head",
             hint=f"Choose one: {hint.format(', '.join('0' * (len(shape) - 2)))}."
             if heads
-            else "The matrix is empty: it has no head to choose.",
+            else "The matrix is empty: it has no heads.",
         )
 
 
@@ -286,7 +286,7 @@ def resolve_row(shape: tuple[int, ...], operation: str, q_idx: Any) -> int:
             expected="the index of one query",
             hint=f"Pass the position of a token: tokens.index({q_idx!r})."
             if isinstance(q_idx, str)
-            else f"For several queries call {operation} in a loop: one call for each i in rows.",
+            else f"For several queries call {operation} in a loop, once for each row.",
         )
     return int(resolve_index((..., q_idx, slice(None)), shape, operation).positions[-2][0])
 

@@ -36,9 +36,9 @@ _OTHER_ARGUMENTS = {
     "is_causal": "Write mask=regard.causal().",
     "causal": "Write mask=regard.causal().",
     "attn_mask": "Write mask=regard.masks.dense(attn_mask) for booleans, True = attend, or "
-    "score_mod=regard.score_mods.bias(attn_mask) for numbers to add.",
-    "attention_mask": "Write mask=regard.padding(attention_mask.sum(-1)) for a mask of the tokenizer, or "
-    "score_mod=regard.score_mods.bias(attention_mask) for numbers to add.",
+    "score_mod=regard.score_mods.bias(attn_mask) for an additive mask.",
+    "attention_mask": "Write mask=regard.padding(attention_mask.sum(-1)) for a tokenizer's mask, or "
+    "score_mod=regard.score_mods.bias(attention_mask) for an additive mask.",
     "key_padding_mask": "Write mask=regard.padding(lengths), or "
     'regard.masks.dense(key_padding_mask[:, None, None], true_means="ignore").',
     "block_mask": "Write mask=regard.mask(mask_mod).",
@@ -49,7 +49,7 @@ _OTHER_ARGUMENTS = {
     "softcap": "Write score_mod=regard.softcap(cap).",
     "softmax_scale": "Write scale=softmax_scale.",
     "scaling": "Write scale=scaling.",
-    "dropout_p": "Leave it out: the matrix has no dropout. regard.nn.MultiheadAttention has it.",
+    "dropout_p": "Omit it: the matrix has no dropout. To train with dropout, use regard.nn.MultiheadAttention.",
 }
 
 
@@ -272,7 +272,7 @@ def check_fits(spec: Spec, frame: Frame) -> None:
 def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
     """Refuse a mask that is not a `Mask`, or a score modification that is not a `ScoreMod`."""
     if mask is not None:
-        numbers = "numbers to add are score_mod=regard.score_mods.bias(array)"
+        numbers = "use score_mod=regard.score_mods.bias(array) to add numbers to the scores"
         hint = f"regard.masks.dense(array) for booleans, True = attend; {numbers}"
         _check_type(mask, Mask, "mask", "a mask such as regard.causal()", hint)
     for score_mod in score_mods:
@@ -284,7 +284,7 @@ def _check_type(argument: Any, expected_type: type, operation: str, expected: st
     if not isinstance(argument, expected_type):
         is_ours = callable(argument) and str(getattr(argument, "__module__", "")).startswith("regard")
         if is_ours:
-            hint = f"Call it: regard.{argument.__name__}()."
+            hint = f"Call it: {argument.__module__}.{argument.__name__}()."
         elif callable(argument) and expected_type is Mask:
             hint = "Wrap a function of b, h, q_idx and kv_idx: mask=regard.mask(function)."
         elif callable(argument):

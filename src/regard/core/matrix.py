@@ -360,7 +360,7 @@ class AttentionMatrix(Generic[ArrayT]):
                 "numpy.asarray(A)",
                 received="copy=False",
                 expected="copy=None or copy=True",
-                hint="The matrix is lazy: a conversion has to compute its weights.",
+                hint="The matrix is lazy, so a conversion computes new weights. Omit copy=False.",
             )
         dense = self._convert_to_dense("numpy.asarray(A)")
         return np.asarray(self.problem.engine.to_numpy(dense), dtype=dtype)
@@ -874,7 +874,9 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def __bool__(self) -> bool:
         self._refuse_array_use(
-            "bool(A)", "an attention matrix", "Compare a number, as in A.max() > 0.5, or ask `A is not None`."
+            "bool(A)",
+            "an attention matrix",
+            "Compare a number, as in A.max() > 0.5, or test `A is not None`.",
         )
 
     def __eq__(self, other: object) -> bool:
@@ -887,25 +889,27 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def __contains__(self, item: object) -> bool:
         self._refuse_array_use(
-            "item in A", describe_argument(item), "item in A.to_dense() searches every weight."
+            "item in A", describe_argument(item), "To search all weights, write item in A.to_dense()."
         )
 
     def __getattr__(self, name: str) -> Any:
         message = f"'AttentionMatrix' object has no attribute {name!r}"
         if not name.startswith("_") and hasattr(type(self._spec.key), name):
-            message += f"; A.to_dense().{name} is that of the stored weights"
+            message += f"; A.to_dense().{name} works on the stored weights"
         raise AttributeError(message)
 
     def _refuse_operator(self, sign: str, other: object) -> NoReturn:
         """Raise an error for an operator that works on every weight."""
         self._refuse_array_use(
-            f"A {sign} other", describe_argument(other), f"A.to_dense() {sign} other works on every weight."
+            f"A {sign} other",
+            describe_argument(other),
+            f"A.to_dense() {sign} other compares or combines every weight.",
         )
 
     def _refuse_array_use(self, operation: str, received: str, hint: str) -> NoReturn:
         """Raise an error for an operation that a lazy matrix does not have."""
         raise ArgumentTypeError(
-            operation, received=received, expected="an operation of a lazy matrix", hint=hint
+            operation, received=received, expected="an operation that a lazy matrix supports", hint=hint
         )
 
     def __repr__(self) -> str:
@@ -991,7 +995,7 @@ class AttentionMatrix(Generic[ArrayT]):
             math.prod(block_shape) * int(self.dtype.itemsize),
             operation,
             f"an index with a result of shape {block_shape}",
-            "Take fewer rows at a time, A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a picture, or "
+            "Select fewer rows, or call A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a picture, or "
             "A.to_dense() to store the whole matrix.",
         )
         part = self._select(resolved)
@@ -1195,7 +1199,7 @@ class LazyIndexer(Generic[ArrayT]):
                 "A.lazy[index]",
                 received=f"{index!r}",
                 expected="an index of heads and rows that keeps all columns",
-                hint="A row's weights depend on all its keys; to select columns, compute the weights with A[index].",
+                hint="A row's weights depend on all its keys. To select columns, use A[index].",
             )
         return self._matrix._view(resolved)
 
@@ -1234,7 +1238,7 @@ class TransposedMatrix(Generic[ArrayT]):
 
 
 def _sample_weights(matrix: AttentionMatrix) -> WeightSample | None:
-    """Sample the first head of a matrix that is not empty.
+    """Sample the first head of a non-empty matrix.
 
     A small matrix is shown whole. Of a large one some rows are computed, each summed over runs of keys.
     """

@@ -115,7 +115,7 @@ def build_payload(problem: Problem, operation: str) -> MatrixPayload:
             operation,
             received=", ".join(problem.describe()),
             expected="weights that are exponentials of scores",
-            hint="Compute its weights with A[rows], or show A.coarsen(512).",
+            hint="Compute its weights with A[rows], or draw A.coarsen(512).",
         )
     engine = problem.engine
     with engine.suppress_warnings(), engine.no_grad():
@@ -325,8 +325,8 @@ def _score_mod_record(mod: ScoreMod, problem: Problem, operation: str) -> dict[s
         raise ArgumentError(
             operation,
             received=f"the score modification {mod!r}",
-            expected="one that a page can compute: softcap, alibi, relative_bias, bias",
-            hint="Implement its to_payload(frame, q_idx, xp, dtype) with these, or show A.coarsen(512).",
+            expected="a score modification that a page supports: softcap, alibi, relative_bias, bias",
+            hint="Implement to_payload(frame, q_idx, xp, dtype) with these, or draw A.coarsen(512).",
         )
     encoded = {}
     for name, value in record.items():
@@ -458,6 +458,6 @@ def _token_names(tokens: Sequence[str] | None, count: int, argument: str, token_
             "page",
             received=f"{len(tokens)} {argument}",
             expected=f"{count}, one for each {token_of}",
-            hint="tokens name the keys, and the queries too if both are the same sequence.",
+            hint="tokens label the keys. If the queries are other tokens, pass query_tokens.",
         )
     return [escape_unprintable(str(token)) for token in tokens]

@@ -161,13 +161,13 @@ class Product(BoundMeasure):
                 operation,
                 received=f"{name} of shape {tuple(array.shape[:-1] if is_vector else array.shape)}",
                 expected=f"(…, {axis} {length}, width) for a matrix of {matrix}",
-                hint=f"The axis before the last counts the {'queries' if transposed else 'keys'}.",
+                hint=f"The second-to-last axis counts the {'queries' if transposed else 'keys'}.",
             )
         if not transposed and spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
             raise ArgumentError(
                 operation,
                 received=f"value of shape {tuple(array.shape)} for some heads of a matrix with grouped heads",
-                expected="a value without heads, or the product of the whole matrix",
+                expected="a value without a heads axis, or a product with the whole matrix",
                 hint="Use (A @ value)[:, heads], or multiply one head at a time: A[0, 3] @ value[0, 1].",
             )
         groups = 1 if transposed else spec.groups or 1

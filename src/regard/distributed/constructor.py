@@ -84,7 +84,7 @@ def attention(
                     "attention",
                     received=f"{mod!r} with an array that requires a gradient",
                     expected="score modifications without gradients",
-                    hint="Over many ranks only query, key, value and sink have gradients.",
+                    hint="With several ranks, only query, key, value and sink support gradients.",
                 )
         build_layout(layout, [0] * peers.size)
     except RegardError as found:

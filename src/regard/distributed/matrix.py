@@ -229,7 +229,7 @@ class DistributedMatrix(AttentionMatrix):
             f"A.{method}",
             received="a matrix whose keys are on several ranks",
             expected="a matrix of one process",
-            hint="Collect what it needs: whole = regard.distributed.gather(key, layout=…), then "
+            hint="Gather the tensors first: whole = regard.distributed.gather(key, layout=…), then "
             f"regard.attention(gather(query), whole).{method}.",
         )
 
@@ -345,8 +345,8 @@ class DistributedMatrix(AttentionMatrix):
             raise ArgumentError(
                 operation,
                 received="query or key that require a gradient",
-                expected="torch.no_grad(), or detached tensors: over many ranks only A @ value has a gradient",
-                hint="Compute measures in a block of `with torch.no_grad():`.",
+                expected="torch.no_grad(), or detached tensors: with several ranks, only A @ value supports gradients",
+                hint="Compute measures inside `with torch.no_grad():`.",
             )
 
 

@@ -199,7 +199,7 @@ def find_state_axes(measure: Measure, problem: Problem) -> StateAxes:
         raise ArgumentError(
             "measure",
             received=f"{measure!r}, whose state has arrays of the shapes {shapes[0]}",
-            expected="arrays that all have an axis of rows, all have one of keys, or all have neither",
+            expected="arrays that all have a row axis, all have a key axis, or all have neither",
             hint="Split it into two measures.",
         )
     return StateAxes("matrix")

@@ -517,7 +517,7 @@ def find_peers(group: Any, operation: str) -> PeerGroup:
         raise ArgumentError(
             operation,
             received="no process group",
-            expected="one that torch.distributed has initialised",
+            expected="a group that torch.distributed has initialised",
             hint='Call torch.distributed.init_process_group("gloo") first, or start the script with torchrun.',
         )
     group = dist.group.WORLD if group is None else group
@@ -533,7 +533,7 @@ def find_peers(group: Any, operation: str) -> PeerGroup:
             operation,
             received=f"group as {describe_argument(group)}",
             expected="a process group",
-            hint="Pass what torch.distributed.new_group returned; of a device mesh, mesh.get_group().",
+            hint="Pass the group from torch.distributed.new_group, or mesh.get_group() for a device mesh.",
         )
     try:
         if group not in _PEERS:
@@ -544,7 +544,7 @@ def find_peers(group: Any, operation: str) -> PeerGroup:
             raise
         raise RankError(
             operation,
-            received=f"a store of the process group that fails: {error}",
-            expected="a store that all ranks reach",
+            received=f"a process group whose store fails: {error}",
+            expected="a store that all ranks can reach",
             hint="Restart the processes.",
         ) from error

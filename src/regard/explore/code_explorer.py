@@ -284,8 +284,8 @@ def _collect_notes(trace: Trace, notes: Mapping[int | str, str]) -> list[dict[in
             raise ArgumentError(
                 OPERATION,
                 received=f"a note on {where!r}",
-                expected="the number of a line that is shown, or a part of one",
-                hint="Line numbers are those of the file; docstrings are not shown.",
+                expected="the number of a displayed line, or part of its text",
+                hint="Lines are numbered as in the file; docstrings are not shown.",
             )
         for i, number in matches:
             collected[i][number] = escape_unprintable(note)

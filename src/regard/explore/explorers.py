@@ -106,7 +106,7 @@ def prepare_inputs(
             operation,
             received=f"{len(tokens)} tokens",
             expected=f"{kv_len}, one for each key",
-            hint="Tokens name the keys, and the queries too if there are as many.",
+            hint="Tokens label the keys, and also the queries if there are as many.",
         )
     if tokens is None:
         key_names = [f"key {j}" for j in range(kv_len)]
@@ -321,7 +321,7 @@ def geometry(
                 "explore.geometry",
                 received=f"{name} with {entries} {'entry' if entries == 1 else 'entries'} each",
                 expected=f"{name} with 2 entries each, the coordinates in a plane",
-                hint="explore.pipeline shows vectors of any size, number by number.",
+                hint="For vectors of any size, use explore.pipeline.",
             )
     hint = "Take some of them: query[:8], key[:8], value[:8]."
     inputs.check_size(max(inputs.matrix.shape), MAX_ARROWS, "queries or keys", hint)
@@ -407,9 +407,9 @@ def training(
         and lengths == [len(steps)] * len(loss),
         operation,
         received=f"weights of shape {maps.shape}, {len(steps)} steps, {len(head_names)} heads, {len(names)} tokens, "
-        f"and losses of the lengths {lengths}",
+        f"and losses of lengths {lengths}",
         expected=f"weights (steps, heads, q_len, tokens) and one to {MAX_CURVES} losses with a number for each step",
-        hint="Keep the loss and the weights at the same steps.",
+        hint="Record the loss and the weights at the same steps.",
     )
     check_size(operation, maps.size, MAX_WEIGHTS, "weights", "Keep fewer checkpoints or a shorter text.")
     return build_page(
@@ -595,7 +595,7 @@ def cost(
             "explore.cost",
             received="a query and a key without a value",
             expected="query, key and value, or none of them for the example",
-            hint="Pass the value too: half of the work multiplies weights and values.",
+            hint="Pass the value as well: multiplying by it is half of the work.",
         )
     q_len, kv_len = inputs.matrix.shape
     inputs.check_size(

@@ -291,8 +291,8 @@ def trace_call(operation: str, function: Callable[..., Any], args: Any, kwargs: 
     if not tracer.trace.steps:
         raise ArgumentError(
             operation,
-            received=f"the function {root.co_name}, of which no line was run",
-            expected="a call that runs its lines",
+            received=f"the function {root.co_name}, whose body did not run",
+            expected="a call that runs the function body",
             hint="If a cache returned the result, pass the function without its decorator.",
         )
     return tracer.trace

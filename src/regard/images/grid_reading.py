@@ -103,9 +103,9 @@ def _require(inputs: Mapping[str, Any], name: str) -> Any:
         present = ", ".join(sorted(inputs)) or "none"
         raise ArgumentError(
             OPERATION,
-            received=f"inputs without {name} (there are: {present})",
+            received=f"inputs without {name} (present: {present})",
             expected=f"{name}, as the processor returned it",
-            hint="Pass all that the processor returned: read_grids(model.config, inputs).",
+            hint="Pass the complete output of the processor: read_grids(model.config, inputs).",
         )
     return inputs[name]
 
@@ -124,8 +124,8 @@ def _read_sizes(inputs: Mapping[str, Any], name: str) -> list[tuple[int, int]]:
         raise ArgumentError(
             OPERATION,
             received=f"{name} with {int(sizes[:, 0].max())} frames",
-            expected="images, which have one frame",
-            hint="Attention over a video has no page; take one frame as an image.",
+            expected="images with one frame",
+            hint="Pages do not support video. Pass one frame as an image.",
         )
     return [(int(rows), int(columns)) for rows, columns in sizes[:, -2:]]
 
@@ -187,7 +187,7 @@ def _place_images(config: Any, inputs: Mapping[str, Any]) -> Grids:
                 raise ArgumentError(
                     OPERATION,
                     received=f"an image of {grid} whose tokens are not consecutive in input_ids",
-                    expected="the tokens of an image side by side, in one batch entry",
+                    expected="consecutive tokens for each image, in one batch entry",
                     hint="Pass the processor's output unchanged.",
                 )
             start += grid.num_patches

@@ -64,7 +64,7 @@ class PatchGrid:
                 "PatchGrid",
                 received=f"{self.rows} × {self.columns} patches in blocks of {self.block} × {self.block}",
                 expected="rows and columns that are multiples of the block",
-                hint="Patches that are listed row after row have block=1.",
+                hint="If patches are listed row by row, pass block=1.",
             )
 
     @property

@@ -44,7 +44,7 @@ def load_pixels(image: Any, operation: str = "load_pixels") -> Array:
             operation,
             received=f"image as {describe_argument(image)}",
             expected=ACCEPTED,
-            hint="Pass the image that the processor was given.",
+            hint="Pass the image that you passed to the processor.",
         )
     array = as_array(image.detach() if hasattr(image, "detach") else image, operation, "image")
     if array.ndim == 2:
@@ -56,7 +56,7 @@ def load_pixels(image: Any, operation: str = "load_pixels") -> Array:
             operation,
             received=f"image as {describe_argument(image)}",
             expected=ACCEPTED,
-            hint="Pass one image: of a batch, image[0].",
+            hint="Pass one image; for a batch, image[0].",
         )
     array = np.broadcast_to(array[..., :3], (*array.shape[:2], 3))
     return np.ascontiguousarray(_to_bytes(array, operation))
@@ -70,7 +70,7 @@ def _to_bytes(array: Array, operation: str) -> Array:
         raise ArgumentError(
             operation,
             received=f"image with numbers from {low:.4g} to {high:.4g} ({array.dtype})",
-            expected="integers from 0 to 255, or other numbers from 0 to 1",
+            expected="integers from 0 to 255, or floats from 0 to 1",
             hint="If it is the pixel_values of a processor, pass "
             "regard.images.undo_normalisation(pixel_values[0], processor).",
         )

@@ -310,7 +310,8 @@ def edit_given_weights(weights: Tensor, masks: Sequence[Mask], score_mods: Seque
             raise ArgumentError(
                 "rescore",
                 received=f"{score_mod!r} for a layer that computes its own softmax",
-                expected="an addition such as regard.score_mods.bias(…) or alibi(): the scores are not known",
+                expected="an additive modification such as regard.score_mods.bias(…) or alibi(), because the scores "
+                "are unknown",
                 hint="Load the model with attn_implementation='sdpa' if it supports that.",
             )
         bias = bias.to(wide.device)

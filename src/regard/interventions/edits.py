@@ -359,7 +359,8 @@ def as_selection(chosen: Any, operation: str, parameter: str) -> Any:
             raise ArgumentError(
                 operation,
                 received=f"layers with {entries[-1]}",
-                expected="numbers from 0: layers are numbered as they run, and how many will run is not known before",
+                expected="numbers from 0: layers are numbered in the order in which they run, and their total is not "
+                "known in advance",
                 hint="Name the layer: with regard.watch(model) as recording: …, and then list(recording)[-1].",
             )
     return entries[0] if is_single else entries

@@ -247,7 +247,7 @@ class _Sweep:
             raise ArgumentTypeError(
                 "effects",
                 received=f"inputs as {describe_argument(inputs)}",
-                expected="a tensor (batch, …), or a mapping of keyword arguments with one",
+                expected="a tensor (batch, …), or a mapping of keyword arguments that contains one",
                 hint="For example tokenizer(text, return_tensors='pt').",
             )
         parameters = inspect.signature(model.forward).parameters
@@ -343,9 +343,9 @@ class _Sweep:
             for text in run.describe_unapplied().values():
                 raise ArgumentError(
                     "effects",
-                    received=f"edits of which a part does not apply: {text}",
-                    expected="layers and positions that the run has",
-                    hint="Positions count from 0, padding included; negative ones from the end.",
+                    received=f"edits that do not apply completely: {text}",
+                    expected="layers and positions that occur in the run",
+                    hint="Positions count from 0, including padding; negative positions count from the end.",
                 )
             means_of_copies = values.double().reshape(copies, -1).mean(1).tolist()
             for i, value in zip(members, means_of_copies, strict=True):

@@ -122,7 +122,7 @@ class Attribution:
                 OPERATION,
                 received=f"{name!r}, which was called {len(calls)} times",
                 expected="a layer that was called once",
-                hint="The rows of `heads` and `edges` have the number of the call.",
+                hint="The rows of `heads` and `edges` include the number of the call.",
             )
         return calls[0]
 
@@ -187,7 +187,7 @@ def attribution(
         raise ArgumentTypeError(
             OPERATION,
             received=f"metric as {describe_argument(metric)}",
-            expected="a function from the model's output to one number for each batch entry",
+            expected="a function that maps the model's output to one number for each batch entry",
             hint="For example metric=lambda output: output.logits[:, -1, answer].",
         )
     check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
@@ -203,7 +203,7 @@ def attribution(
         raise ArgumentError(
             OPERATION,
             received=f"max_gap={max_gap!r}",
-            expected="a number from 0: a share of the range of the metric",
+            expected="a number of at least 0, as a fraction of the range of the metric",
             hint="For example max_gap=0.01.",
         )
 
@@ -286,7 +286,7 @@ def _check_metric(value: Any) -> Tensor:
             expected="one number for each batch entry, or one, that depends on the model's output",
             hint="Do not detach it, and do not run the model under torch.no_grad()."
             if is_constant
-            else "Select a token, add up or average: output.logits[:, -1, answer].",
+            else "Select a token, or return a sum or mean: output.logits[:, -1, answer].",
         )
     return value
 
@@ -310,9 +310,9 @@ def _compute_gradients(value: Tensor, layer_calls: list[LayerCall]) -> list[Tens
     if not any(gradient is not None for gradient in gradients):
         raise ArgumentError(
             OPERATION,
-            received="a metric that depends on no attention layer",
+            received="a metric that does not depend on any attention layer",
             expected="a metric of the model's output",
-            hint="Compute it from the argument of the metric, not from another run.",
+            hint="Compute the metric from its argument, not from another run.",
         )
     pairs = zip(gradients, outputs, strict=True)
     return [torch.zeros_like(output) if gradient is None else gradient for gradient, output in pairs]

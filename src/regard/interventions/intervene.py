@@ -111,7 +111,7 @@ def intervene(
                 raise ArgumentError(
                     edit.name,
                     received=f"layers with {pattern!r}",
-                    expected="names of modules of the model, patterns that match some, or numbers of layers",
+                    expected="module names, patterns that match module names, or layer numbers",
                     hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
                 )
     bound = [BoundEdit(edit, texts, query_texts) for edit in listed]
@@ -224,7 +224,7 @@ class Intervention(Watch):
             listed = [f"{self._bound[i].edit!r}: {text}." for i, text in unapplied.items()]
             more = [f"And {len(listed) - MAX_WARNED} more."] if len(listed) > MAX_WARNED else []
             warnings.warn(
-                f"intervene: {len(listed)} of {len(self._bound)} edits did not apply, or only in part. "
+                f"intervene: {len(listed)} of {len(self._bound)} edits did not apply, or applied only partly. "
                 + " ".join(listed[:MAX_WARNED] + more),
                 stacklevel=2,
             )
@@ -389,7 +389,7 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
     if missing or not chosen:
         raise ArgumentError(
             operation,
-            received=f"layers with {', '.join(missing) or 'nothing'}, which selects none of {len(ordered)} attention "
+            received=f"layers with {', '.join(missing) or 'nothing'}, which matches none of {len(ordered)} attention "
             "layers",
             expected=f"numbers from 0 to {len(ordered) - 1}, or names such as {ordered[0]!r}"
             if ordered

@@ -396,7 +396,7 @@ class LayerEdits:
             raise ArgumentError(
                 "patch",
                 received=f"a source of shape {source.shape} for a call of shape {own.shape}",
-                expected="the same number of heads, and one batch entry, as many, or a part that the batch repeats",
+                expected="the same number of heads, and a batch size that divides the batch size of the call",
                 hint="Record the source with the same model.",
             )
         return pairs % (theirs.heads * theirs.batch)
@@ -520,7 +520,7 @@ def find_source(edit: PatchEdit | AblateEdit, name: str) -> Call:
             edit.name,
             received=f"a recording without the {field} of {name!r}",
             expected=f"a recording with its {field}",
-            hint="Record values, too: regard.watch(model, values=True).",
+            hint="Record the values: regard.watch(model, values=True).",
         )
     return call
 
@@ -544,7 +544,7 @@ def flatten_value(args: CapturedArgs, call: Call) -> ValueColumns:
     if value is None:
         raise ArgumentError(
             "intervene",
-            received=f"{call.name!r}, whose value has axes that the lens does not know",
+            received=f"{call.name!r}, whose value has an unknown layout",
             expected="a value (…, heads, kv_len, value_dim)",
             hint="Load the model with attn_implementation='sdpa', or name other layers.",
         )

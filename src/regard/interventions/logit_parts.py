@@ -116,7 +116,7 @@ def logit_attribution(
                 OPERATION,
                 received=f"{name}={index}",
                 expected=f"a number from 0 to {count - 1}, or negative from the end",
-                hint="Positions count all tokens, padding included.",
+                hint="Positions count all tokens, including padding.",
             )
     trace = _StreamTrace(size, length, position)
 
@@ -181,8 +181,8 @@ def _refuse(model: nn.Module, reason: str) -> NoReturn:
     raise ArgumentError(
         OPERATION,
         received=f"a {type(model).__name__}: {reason}",
-        expected="a causal model whose logits are a linear layer of a norm of a sum of parts",
-        hint="interventions.attribution and interventions.effects need no such structure.",
+        expected="a causal model that computes its logits from a sum of parts, by a norm and a linear layer",
+        hint="Use interventions.attribution or interventions.effects, which do not need this structure.",
     )
 
 
@@ -354,7 +354,7 @@ def _split_blocks(model: nn.Module, trace: _StreamTrace, recording: Recording) -
             if None not in stacks
             else "attention layers that are not in a list of blocks",
             expected="one stack of blocks, such as model.layers",
-            hint="Encoder-decoder models are not split into parts.",
+            hint="Encoder-decoder models are not supported.",
         )
     stack = str(*stacks)
     blocks: list[_Block] = []

@@ -36,7 +36,7 @@ def copy_cache(inputs: Mapping[str, Any], operation: str) -> dict[str, Any]:
             operation,
             received=f"inputs with {', '.join(cached)} that were computed with gradients",
             expected="a cache without gradients, which is copied for each run",
-            hint="Fill it in torch.no_grad().",
+            hint="Fill it under torch.no_grad().",
         ) from None
 
 
@@ -152,7 +152,7 @@ def get_logits(output: Any) -> Tensor:
         raise ArgumentTypeError(
             "logit_difference",
             received=f"an output of {describe_argument(output)}",
-            expected="logits (batch, n, vocabulary), or an output that has them as .logits",
+            expected="logits (batch, n, vocabulary), or an output with the attribute .logits",
             hint="Load the model with its head, as AutoModelForCausalLM does, or write a metric of your own.",
         )
     return logits

@@ -60,7 +60,7 @@ class Manifest:
                 raise ArgumentError(
                     self.operation,
                     received=f"the directory {str(self.out)!r}, which contains {foreign[0]!r} but no {SETTINGS_FILE}",
-                    expected="a new directory, an empty one, or that of an unfinished run",
+                    expected="a new directory, an empty directory, or the directory of an unfinished run",
                     hint="Pass another output directory.",
                 )
         self.out.mkdir(parents=True, exist_ok=True)

@@ -221,7 +221,7 @@ class ShardWorker:
             raise SurveyError(
                 self.job.spec.operation,
                 received=f"shard {shard.number}, whose documents could not be read: {error}",
-                expected="a corpus on a disk or network that works",
+                expected="a corpus that can be read",
                 hint="Run the same command again to resume. Committed shards are kept.",
             ) from error
 

@@ -58,7 +58,8 @@ def create_padding_mask(lengths: ArrayLike, max_length: int) -> Bools:
         "create_padding_mask",
         received=f"lengths {lengths.tolist()} with max_length {max_length}",
         expected="whole numbers between 0 and max_length, one for each sequence: shape (batch,)",
-        hint="Count the real tokens of each sequence, and cut those that are too long, or raise max_length.",
+        hint="Pass the number of real tokens of each sequence. Truncate sequences that are too long, or raise "
+        "max_length.",
     )
     real: Bools = np.arange(max_length)[None, :] < lengths[:, None]  # (batch, max_length)
     return real[:, None, None, :]

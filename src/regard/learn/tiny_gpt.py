@@ -237,7 +237,7 @@ class TinyGPT:
             "TinyGPT",
             received=f"temperature {temperature}",
             expected="a temperature of at least 0",
-            hint="0 takes the most likely token each time, 1 draws from the guess of the model.",
+            hint="0 always selects the most likely token, 1 samples from the distribution of the model.",
         )
         tokens, rng = list(self._as_tokens(text)), np.random.default_rng(seed)
         for _ in range(length):
@@ -281,7 +281,7 @@ class TinyGPT:
                     "TinyGPT",
                     received=f"the head {pair}",
                     expected=f"a layer from 0 to {layers - 1} and a head from 0 to {heads - 1}",
-                    hint="Switch a head off as (layer, head): off=[(1, 2)].",
+                    hint="Pass each head to switch off as (layer, head): off=[(1, 2)].",
                 )
             silent[int(pair[0]), int(pair[1])] = True
         return silent

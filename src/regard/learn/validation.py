@@ -88,7 +88,7 @@ def as_counts(operation: str, name: str, numbers: Iterable[int] | int, minimum: 
         raise ArgumentError(
             operation,
             received=f"{name} {counts}",
-            expected=f"{name} in rising order, at least one",
+            expected=f"{name} in ascending order, at least one",
             hint=f"Pass sorted(set({name})).",
         )
     return counts
@@ -112,14 +112,14 @@ def read_mask(operation: str, mask: MaskLike, true_means: TrueMeans) -> Bools | 
             operation,
             received=f"true_means={true_means!r}",
             expected='"attend" or "ignore"',
-            hint='"attend" if True or 1 marks the keys to look at, "ignore" if it marks those to leave out.',
+            hint='Pass "attend" if True or 1 marks keys to attend to, "ignore" if it marks keys to ignore.',
         )
     if not _is_zero_or_one(converted):
         raise ArgumentError(
             operation,
-            received="a mask with other numbers than 0 and 1",
+            received="a mask with numbers other than 0 and 1",
             expected="a mask of booleans, or of 0 and 1",
-            hint="If it is a mask to add to the scores, with 0 and -inf, pass mask == 0.",
+            hint="If it is an additive mask of 0 and -inf, pass mask == 0.",
         )
     marked: Bools = converted.astype(bool)
     return ~marked if true_means == "ignore" else marked
@@ -138,7 +138,7 @@ def as_mask(operation: str, mask: ArrayLike, shape: tuple[int, ...]) -> Bools:
             received=f"mask of shape {converted.shape} for scores "
             + format_named_shape(shape, "q_len", "kv_len"),
             expected="a mask that broadcasts to the shape of the scores",
-            hint="Add axes of one to broadcast over: (batch, 1, 1, kv_len) fits (batch, heads, q_len, kv_len).",
+            hint="Add axes of size 1 to broadcast: (batch, 1, 1, kv_len) fits (batch, heads, q_len, kv_len).",
         ) from None
 
 
@@ -150,7 +150,7 @@ def _mask_error(operation: str, mask: npt.NDArray[Any], *, takes_true_means: boo
     """Build the error for a mask of numbers; for 0 and 1, its hint has the two lines to choose from."""
     received = f"mask, {describe_argument(mask)}"
     if not _is_zero_or_one(mask):
-        hint = "If it is a mask to add to the scores, with 0 and -inf, pass mask == 0."
+        hint = "If it is an additive mask of 0 and -inf, pass mask == 0."
         return ArgumentTypeError(
             operation, received=received, expected="a boolean mask, True = attend", hint=hint
         )
@@ -187,6 +187,6 @@ def check_leading_axes(operation: str, a: str, A: Floats, b: str, B: Floats) -> 
         raise ArgumentError(
             operation,
             received=f"{a} of shape {A.shape} and {b} of shape {B.shape}",
-            expected=f"equal axes, or axes of one, before the last two of {a} and {b}",
+            expected=f"{a} and {b} whose axes before the last two are equal or of size 1",
             hint=f"Compute {a} and {b} from the same batch and the same heads.",
         ) from None

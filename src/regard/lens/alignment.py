@@ -321,7 +321,7 @@ def compute_alignment(
             OPERATION,
             received=f"filter_width={filter_width!r}",
             expected="an odd number, at least 1",
-            hint="Whisper's is model.config.median_filter_width; 1 does not filter.",
+            hint="Whisper uses model.config.median_filter_width; 1 disables the filter.",
         )
     pairs = _parse_heads(heads)
     by_layer = _select_calls(layer_calls, sorted({layer for layer, _ in pairs}, key=str))
@@ -356,7 +356,7 @@ def _parse_heads(heads: Any) -> list[tuple[int | str, int]]:
         OPERATION,
         received=f"heads as {describe_argument(heads)}",
         expected="pairs of decoder layer and head, at least one, e.g. [(2, 3), (3, 0)]",
-        hint="Whisper's are model.generation_config.alignment_heads. A layer can be the name of a module, too.",
+        hint="Whisper lists its heads in model.generation_config.alignment_heads. A layer can also be a module name.",
     )
 
 
@@ -414,7 +414,7 @@ def _count_prompt(call: Call, prompt: int | None) -> int:
             received=f"one call with {rows} rows and no prompt",
             expected="the number of decoder tokens before the transcript",
             hint="Pass prompt=4 for <|startoftranscript|><|en|><|transcribe|><|notimestamps|>. "
-            "It is known without if the tokens were generated inside the with block.",
+            "Omit it if the tokens were generated inside the with block.",
         )
     count = rows - call.steps + 1 if prompt is None else prompt
     if not isinstance(count, int) or not 0 <= count <= rows:
@@ -448,7 +448,8 @@ def _select_call(calls: Sequence[Call], num_tokens: int, prompt: int | None, ind
         OPERATION,
         received=f"call={index}" if index is not None else f"{num_tokens} tokens and no call",
         expected=f"one of {len(calls)} calls of the decoder, which have {rows} rows",
-        hint="Each window of 30 seconds, each retry and the detection of the language are calls: pass call=0, or -1.",
+        hint="Each 30-second window, each retry and the language detection is a separate call: pass call=0, or -1 for "
+        "the last.",
     )
 
 
@@ -463,8 +464,8 @@ def _read_weights(
             OPERATION,
             received=f"{num_tokens} tokens",
             expected=f"the generated tokens: at most {num_rows - first + 1}, after a prompt of {first}",
-            hint="Pass the tokens without the prompt; the last one may be missing in the recording. If the prompt has "
-            "another length, pass prompt=.",
+            hint="Pass the tokens without the prompt; the recording may lack the last one. If the prompt has a "
+            "different length, pass prompt=.",
         )
     if frames is not None and (not isinstance(frames, int) or not 1 <= frames <= num_keys):
         raise ArgumentError(
@@ -488,6 +489,6 @@ def _read_weights(
             OPERATION,
             received=f"NaN in the weights of head {head} of {call.name}",
             expected="finite weights",
-            hint="recording.diagnose() finds where it comes from.",
+            hint="Call recording.diagnose() to find its origin.",
         )
     return weights

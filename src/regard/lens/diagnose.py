@@ -46,7 +46,8 @@ EMPTY = Finding(
     "error",
     "The recording is empty, so no attention was checked.",
     hint="Run the model inside the block of regard.watch(model), without layers= or with layers that compute "
-    "attention. If it ran, its layers compute none that the lens reads: states, Fourier transforms and the like.",
+    "attention. If the model did run, it has no attention that the lens can read, as in state-space models or models "
+    "with Fourier transforms.",
 )
 
 # Why positions cannot be checked.
@@ -185,7 +186,7 @@ def _mask_fit_error(is_token: Any, layers: list[CheckedLayer]) -> ArgumentError:
         "recording.diagnose",
         received=f"attention_mask of shape {is_token.shape}",
         expected="(batch, keys) of a layer: " + " or ".join(map(str, sizes[:3])) + ", …" * (len(sizes) > 3),
-        hint="Pass the attention_mask that the model was passed, special tokens and padding included.",
+        hint="Pass the attention_mask that you passed to the model, including special tokens and padding.",
     )
 
 

@@ -44,8 +44,8 @@ def compute_value_norms(call: Call, projections: OutputProjections, operation: s
         raise ArgumentError(
             operation,
             received=f"{call.name!r}: {fault}",
-            expected="layers with values and an output projection, which a contribution is computed from",
-            hint="Record them: regard.watch(model, values=True). A file of a recording does not have them.",
+            expected="layers with recorded values and an output projection",
+            hint="Record them: regard.watch(model, values=True). Saved recordings do not contain them.",
         )
     return _compute_norms(call.value, projections[call.name])
 
@@ -97,7 +97,7 @@ def find_heads(
             operation,
             received=f"by={by!r}",
             expected='"weight" or "contribution"',
-            hint='By "contribution", a weight counts as much as the value that it carries.',
+            hint='"contribution" ranks by ‖w v W_O‖, the size of what a weight adds to the output.',
         )
     table = Table()
     misfits: list[tuple[list[list[Any]], str, int]] = []  # tokens whose number does not fit a layer
@@ -160,7 +160,7 @@ def find_heads(
             )
         raise ArgumentError(
             operation,
-            received="tokens that belong to none of the recorded layers",
+            received="tokens that match none of the recorded layers",
             expected="tokens of the sequence that a layer reads",
             hint="For cross-attention pass both: tokens= of the encoder, query_tokens= of the decoder.",
         )
@@ -189,7 +189,7 @@ def find_positions(
                 operation,
                 received=f"{parameter}={position}",
                 expected=f"a position from 0 to {length - 1}, or from −{length} to −1 from the end",
-                hint="Positions count all tokens, special tokens and padding included.",
+                hint="Positions count all tokens, including special tokens and padding.",
             )
         return np.array([position % length])
     if not isinstance(token, str):
@@ -203,7 +203,7 @@ def find_positions(
         raise ArgumentError(
             operation,
             received=f"{parameter}={token!r} and no tokens",
-            expected="the tokens in which to look it up",
+            expected="tokens in which to look up the text",
             hint="Add tokens=tokenizer.convert_ids_to_tokens(input_ids[0]), or pass positions.",
         )
     texts = [strip_word_mark(text) for text in tokens]

@@ -147,7 +147,7 @@ def look(
             "look",
             received="no text, image, sound or inputs"
             if inputs is None
-            else "inputs beside a text, an image or sound",
+            else "inputs together with a text, an image or sound",
             expected="a text, image= or audio=; or inputs=",
             hint='For a text: regard.look(model, "The cat sat on the mat").',
         )
@@ -188,7 +188,7 @@ def _load(model: Any, tokenizer: Any, dtype: str | None, trust_remote_code: bool
             "look",
             received=f"model as {describe_argument(model)}",
             expected="a name, a folder, or a torch.nn.Module",
-            hint="regard.models.load lists the names that are accepted.",
+            hint="See regard.models.load for the accepted names.",
         )
     return LoadedModel(type(model).__name__, model, tokenizer, info=model_info(model))
 

@@ -70,7 +70,7 @@ def find_layer_images(
     if not found:
         raise NotCapturedError(
             operation,
-            received=f"{module!r}, which is no part of a model that read an image",
+            received=f"{module!r}, which is not part of a model that read an image",
             expected="a layer of a vision model, or of a language model that reads images",
             hint="State the grid: page(image=…, grid=regard.images.PatchGrid(rows, columns, before=…)).",
         )
@@ -79,7 +79,7 @@ def find_layer_images(
             operation,
             received=f"{len(found)} passes of {module!r} with images",
             expected="one pass",
-            hint="Record each pass by itself: with regard.watch(model) as recording: model(**inputs).",
+            hint="Record each pass separately: with regard.watch(model) as recording: model(**inputs).",
         )
     [image_pass] = found
     if image_pass.fault:
@@ -130,7 +130,7 @@ def _check_calls(calls: Sequence[LayerCall], expected: int, operation: str) -> N
             operation,
             received=f"{len(calls)} calls of {calls[0].module!r} for {expected} read with images",
             expected="calls that belong to the images",
-            hint="Record one pass by itself: with regard.watch(model) as recording: model(**inputs).",
+            hint="Record one pass only: with regard.watch(model) as recording: model(**inputs).",
         )
 
 
@@ -246,7 +246,7 @@ def build_image_page(
         raise ArgumentError(
             OPERATION,
             received=f"{len(pictures)} image{'s' * (len(pictures) != 1)} for batch entry {batch}, which has {count}",
-            expected=f"{count}, in the order in which the processor was given them",
+            expected=f"{count}, in the order in which you passed them to the processor",
             hint="Pass a list, image=[first, second], or choose another batch entry with batch=.",
         )
     shown = _build_layers(found, tokens, query_tokens, heads)
@@ -473,7 +473,7 @@ def _apply_grids(selected: Sequence[LayerCall], grids: list[PatchGrid], batch: i
             OPERATION,
             received=f"grid as {describe_argument(wrong[0]) if wrong else 'an empty list'}",
             expected="a regard.images.PatchGrid, or one for each image",
-            hint="regard.images.read_grids(model.config, inputs)[batch] lists those of a batch entry.",
+            hint="regard.images.read_grids(model.config, inputs)[batch] lists the grids of a batch entry.",
         )
     fitting = [entry for entry in selected if all(entry.call.shape[-1] == grid.length for grid in grids)]
     if not fitting:

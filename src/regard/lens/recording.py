@@ -311,7 +311,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         Measures that need positions are NaN in cross-attention.
 
         Args:
-            tokens: Token ids or texts, (n,) or (batch, n), special tokens and padding included.
+            tokens: Token ids or texts, (n,) or (batch, n), including special tokens and padding.
             windows: Sizes of the `within_…` columns.
 
         Returns:

@@ -79,7 +79,7 @@ class ShardedRecording(Recording):
                 f"recording[{name!r}]",
                 received="a name that no attention layer has",
                 expected=f"one of {', '.join(map(repr, self._matrices)) or 'none: nothing was captured'}",
-                hint="Names are those of model.named_modules().",
+                hint="Use a name from model.named_modules().",
             )
         return list(self._matrices[name])
 

@@ -205,7 +205,7 @@ class SpanMass(Mapping[str, Array]):
                 operation,
                 received=f"{len(tokens)} tokens",
                 expected=f"at least {needed}: every token of the prompt and of the answer",
-                hint="tokenizer.convert_ids_to_tokens(output_ids[batch]) has them, padding included.",
+                hint="Pass tokenizer.convert_ids_to_tokens(output_ids[batch]), including padding.",
             )
 
     def __repr__(self) -> str:
@@ -231,7 +231,7 @@ def select_call(
                 OPERATION,
                 received=f"call={call}",
                 expected=f"one of {len(calls)} calls of {name!r}",
-                hint="Calls are counted from 0, -1 is the last; the calls of one cache are one.",
+                hint="Calls are counted from 0, and -1 is the last. Calls that share a cache count as one.",
             )
         selected.append(calls[call or 0])
     return selected
@@ -248,9 +248,9 @@ def compute_span_mass(
     if not calls:
         raise ArgumentError(
             OPERATION,
-            received="an empty recording" if layers is None else f"layers={layers!r}, which matches none",
+            received="an empty recording" if layers is None else f"layers={layers!r}, which matches no layer",
             expected="a layer that ran",
-            hint="list(recording) has the names; run the model inside the with block.",
+            hint="list(recording) lists the names. Run the model inside the with block.",
         )
     rows = [TokenRows.from_call(entry.call) for entry in calls]
     if any(own.query_offset is None for own in rows):
@@ -306,7 +306,7 @@ def _find_sequence(call: Call, rows: TokenRows, prompt: int | None) -> _Sequence
             OPERATION,
             received=f"prompt={prompt}",
             expected=f"a number of tokens from 1 to {(offset or 0) + q_len}",
-            hint="It counts the tokens before the first generated one, padding included.",
+            hint="It counts the tokens before the first generated token, including padding.",
         )
     if prompt is None and call.prompt_len:
         prompt = (offset or 0) + call.prompt_len

@@ -50,7 +50,7 @@ class Spans:
                 operation,
                 received=f"spans for {len(self.entries)} batch entries",
                 expected=f"one mapping, or one for each of {batch} batch entries",
-                hint="A single mapping holds for all entries.",
+                hint="A single mapping applies to all entries.",
             )
         labels = np.full((len(self.entries), length), len(self.names), np.int64)
         for row, ranges in zip(labels, self.entries, strict=True):
@@ -61,8 +61,8 @@ class Spans:
                         raise IndexOutOfRangeError(
                             operation,
                             received=f"span {name!r} of tokens {start} to {stop}",
-                            expected=f"a part of the {length} tokens of {what}",
-                            hint="Spans are counted in tokens, special tokens and padding included; "
+                            expected=f"a range within the {length} tokens of {what}",
+                            hint="Spans are counted in tokens, including special tokens and padding; "
                             "regard.lens.token_spans converts characters.",
                         )
                     if start == stop:
@@ -158,7 +158,7 @@ def _parse_range(name: str, given: Any, operation: str) -> TokenRange:
             operation,
             received=f"span {name!r} of tokens {start} to {stop}",
             expected="positions from 0",
-            hint="Spans are counted from the beginning of the prompt, padding included.",
+            hint="Spans are counted from the beginning of the prompt, including padding.",
         )
     if stop is not None and stop <= start:
         raise _empty_span(operation, name, start, stop)
@@ -193,9 +193,9 @@ def _overlap(operation: str, name: str, other: str) -> ArgumentError:
     which = f"span {name!r} twice" if name == other else f"spans {name!r} and {other!r}"
     return ArgumentError(
         operation,
-        received=f"{which} with tokens in common",
+        received=f"{which} that share tokens",
         expected="spans that do not overlap, so that their shares add up",
-        hint="Split the common tokens off as a span of their own, or compute the span in a second call of span_mass.",
+        hint="Make the shared tokens a separate span, or compute one of the spans in a second call of span_mass.",
     )
 
 
@@ -232,7 +232,7 @@ def token_spans(text: Any, spans: SpanRanges, offsets: Any) -> Any:
             "token_spans",
             received=f"offsets of shape {tuple(array.shape)} for {len(texts)} texts",
             expected="(n, 2), or (batch, n, 2) with one row for each text",
-            hint='tokenizer(text, return_offsets_mapping=True)["offset_mapping"]; fast tokenizers have it.',
+            hint='Pass tokenizer(text, return_offsets_mapping=True)["offset_mapping"], which needs a fast tokenizer.',
         )
     mappings = [spans] * len(texts) if isinstance(spans, Mapping) else list(spans)
     if len(mappings) != len(texts) or not all(isinstance(entry, Mapping) for entry in mappings):
@@ -273,7 +273,7 @@ def _find_characters(text: str, name: str, part: Any) -> tuple[int, int]:
         raise IndexOutOfRangeError(
             "token_spans",
             received=f"span {name!r} of characters {start} to {stop}",
-            expected=f"a part of the {len(text)} characters of the text",
+            expected=f"a range within the {len(text)} characters of the text",
             hint="Offsets count characters, not bytes.",
         )
     return start, stop

@@ -170,5 +170,5 @@ def token_count_error(
         operation,
         received=f"{' or '.join(map(str, counts))} tokens for {entries}",
         expected=f"one token for each {role} of a layer: {' or '.join(map(str, sorted(lengths)))}",
-        hint="Pass every token the model read, special tokens and padding included.",
+        hint="Pass every token the model read, including special tokens and padding.",
     )

@@ -231,12 +231,12 @@ class Watch(Watcher):
 
     def __getattr__(self, name: str) -> Any:
         hint = (
-            f"Run the model in the block, then ask the recording: with regard.watch(model) as recording: "
-            f"model(**inputs). recording.{name} is there afterwards."
+            f"Run the model inside the block, then use the recording: with regard.watch(model) as recording: "
+            f"model(**inputs). recording.{name} is available after the run."
             if hasattr(Recording, name)
-            else "It has no other attributes than those of a context manager."
+            else "Use it as a context manager: with regard.watch(model) as recording."
         )
-        raise AttributeError(f"watch: {name!r} is no attribute of a watch. {hint}")
+        raise AttributeError(f"watch: {name!r} is not an attribute of a watch. {hint}")
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
@@ -248,7 +248,7 @@ class Watch(Watcher):
             raise ArgumentError(
                 "watch",
                 received="a watch that has already been entered",
-                expected="one with block at a time",
+                expected="one with block for each watch",
                 hint="Call regard.watch(model) once for each block; blocks may be nested.",
             )
         self._has_run = self._ran_elsewhere = False
@@ -291,7 +291,7 @@ class Watch(Watcher):
                 "watch",
                 received=f"a run in which {name!r}{more} was not captured: {first_failure.reason}",
                 expected="attention that the lens can capture",
-                hint=f"{first_failure.hint} Or omit the layer: layers= selects those to watch.",
+                hint=f"{first_failure.hint} Or watch other layers only, with layers=.",
             )
         if error_type is None and self._warns_if_empty and not len(self._recording):
             warnings.warn(self._describe_empty(), EmptyRecordingWarning, stacklevel=2)
@@ -338,8 +338,8 @@ class Watch(Watcher):
             raise ArgumentError(
                 "watch",
                 received=f"grad=True, and a call of {name!r} where gradients are disabled",
-                expected="a run without torch.no_grad, torch.inference_mode and generate(), which disable them",
-                hint="Enable gradients, for generated text in one pass over it: model(tokens). Or omit grad=True.",
+                expected="a run without torch.no_grad, torch.inference_mode or generate(), which disable gradients",
+                hint="Enable gradients, or omit grad=True. For generated text, run one pass over it: model(tokens).",
             )
         mode, source_cache, forward_pass = self._passes.get(threading.get_ident(), ("", None, 0))
         row_steps.pop(id(module), None)
@@ -550,7 +550,7 @@ def _check_storage(device: Any, dtype: Any, max_dense_bytes: Any) -> None:
         raise ArgumentTypeError(
             "watch",
             received=problem,
-            expected="a device of torch, a floating-point dtype of torch, and a number of bytes",
+            expected="a torch device, a floating-point torch dtype, and a number of bytes",
             hint='For example device="cpu", dtype=torch.float32, max_dense_bytes=2**30.',
         )
 
@@ -562,7 +562,7 @@ def check_model(model: Any, operation: str) -> None:
             operation,
             received=describe_argument(model),
             expected="a torch.nn.Module",
-            hint="Pass the model itself; a pipeline has it as pipeline.model.",
+            hint="Pass the model itself; for a pipeline, pass pipeline.model.",
         )
     for name, module in model.named_modules():
         where = f" at {name!r}" if name else ""
@@ -597,7 +597,7 @@ def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set
             raise ArgumentError(
                 "watch",
                 received=f"layers with {pattern!r}",
-                expected="names of modules of the model, or patterns that match some",
+                expected="module names, or patterns that match module names",
                 hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
             )
         selected |= matches

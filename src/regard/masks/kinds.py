@@ -271,7 +271,7 @@ def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> M
             "padding",
             received=f"side={side!r}",
             expected='"left" or "right"',
-            hint="side says where the padding is.",
+            hint="Pass the side on which the padding is.",
         )
     return KeyRangeMask(as_int_parameter(lengths, "padding", 0), side, "padding")
 
@@ -501,7 +501,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
             "dense",
             received=f"true_means={true_means!r}",
             expected='"attend" or "ignore"',
-            hint='Pass true_means="ignore" for a mask of nn.MultiheadAttention, "attend" for one of SDPA.',
+            hint='Pass true_means="ignore" for an nn.MultiheadAttention mask, "attend" for an SDPA mask.',
         )
     if not hasattr(array, "dtype"):
         array = as_array(array, "dense", "array")
@@ -623,9 +623,9 @@ class FunctionMask(Mask):
                 raise
             raise ArgumentTypeError(
                 "mask",
-                received=f"{self!r}, which asks an array for one truth value",
+                received=f"{self!r}, which uses an array as a single truth value",
                 expected="a function that works on arrays of indices",
-                hint="Replace `and`, `or`, `not` and `if` by `&`, `|`, `~` and `where`.",
+                hint="Replace `and`, `or`, `not` and `if` with `&`, `|`, `~` and `where`.",
             ) from error
         kind = str(getattr(allowed, "dtype", type(allowed).__name__))
         if not kind.removeprefix("torch.").startswith("bool"):
@@ -633,7 +633,7 @@ class FunctionMask(Mask):
                 "mask",
                 received=f"{self!r}, which returns {kind}",
                 expected="booleans, True = attend",
-                hint="Compare the indices, as in q_idx >= kv_idx. Numbers to add to the scores are a score_mod.",
+                hint="Compare the indices, as in q_idx >= kv_idx. To add numbers to the scores, pass score_mod=.",
             )
         allowed = as_array(allowed, "mask", "result") if xp is np else xp.asarray(allowed)
         pairs, rows, columns = len(frame.selected), len(q_idx), len(kv_idx)
@@ -645,7 +645,7 @@ class FunctionMask(Mask):
             "mask",
             received=f"{self!r}, which returns an array of shape {tuple(allowed.shape)}",
             expected=f"a shape that broadcasts to {(pairs, rows, columns)}",
-            hint="Compute with q_idx and kv_idx as they are; they broadcast against each other.",
+            hint="Use q_idx and kv_idx unchanged: they broadcast against each other.",
         )
 
     def __repr__(self) -> str:
@@ -715,7 +715,7 @@ class PositionSet:
                 "between",
                 received=f"{self.parameter} with position {highest if highest >= length else lowest}",
                 expected=f"positions from 0 to {length - 1}, or from −{length} to −1 from the end",
-                hint="Queries count the rows of the matrix, keys its columns.",
+                hint="Queries are rows of the matrix, keys are columns.",
             )
 
     def _key(self) -> tuple[Any, ...]:

@@ -316,7 +316,7 @@ def find_intervals(
                 raise TooLargeError(
                     operation,
                     received=f"a mask with more than {sizes.intervals:,} intervals of keys, {mask}",
-                    expected="rows that attend to a few intervals of keys each",
+                    expected="rows that each attend to a few intervals of keys",
                     hint="Select fewer rows with A.lazy[..., rows, :], or use a mask with larger blocks.",
                 )
     return KeyIntervals(np.cumsum(np.concatenate(counts)), np.concatenate(edges))

@@ -310,7 +310,7 @@ class Contribution(TopK):
                 "contribution",
                 received=f"norms of shape {tuple(norms.shape)}",
                 expected=f"(…, heads, kv_len {problem.frame.kv_len})",
-                hint="They are the lengths of the values, one for each key.",
+                hint="Pass the norms of the values, one for each key.",
             )
         norms = problem.frame.take_pairs(norms, 1, "contribution")
         return copy_with(bound, norms=problem.engine.cast(norms, problem.dtype)[:, None, :])

@@ -35,7 +35,7 @@ def read_wav(path: str | Path, operation: str = "read_wav") -> tuple[Array, int]
             operation,
             received=f"{str(path)!r} ({reason or 'it ends too early'})",
             expected="a WAV file of uncompressed integers (PCM)",
-            hint="Check its name, or convert it: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav.",
+            hint="Check the path, or convert the file: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav.",
         ) from error
     count = len(data) // (width * channels)
     if not count or width > 4 or not RATES[0] <= rate <= RATES[1]:

@@ -312,7 +312,7 @@ def load_from_function(name: str, dtype: str | None) -> LoadedModel:
             "load",
             received=f"{describe_argument(model)} from {name}()",
             expected="a torch.nn.Module, or (model, tokenizer)",
-            hint="Return the model itself; a pipeline has it as pipeline.model.",
+            hint="Return the model itself; for a pipeline, return pipeline.model.",
         )
     if tokenizer is not None and not callable(tokenizer) and not hasattr(tokenizer, "encode"):
         raise ArgumentTypeError(

@@ -208,7 +208,7 @@ def _prepare_image(loaded: LoadedModel, image: Any, text: str | None, max_tokens
         raise ArgumentError(
             OPERATION,
             received=f"a text and an image, for {loaded.info.get('class', 'a model')}, which has an encoder for each",
-            expected="one of them: no attention connects the encoders",
+            expected="one of them, because no attention connects the encoders",
             hint="Run it once on the image and once on the text.",
         )
     if text is not None and not _is_encoder_decoder(loaded):
@@ -244,7 +244,7 @@ def _join_with_text(
         raise ArgumentError(
             OPERATION,
             received=f"{kind} alone, for {loaded.info.get('class', 'a model')}",
-            expected=f"a text, too: the model reads the {kind} as part of it",
+            expected=f"a text as well: the model reads the {kind} as part of it",
             hint="Add a text, e.g. a question.",
         )
     with _translate_errors(loaded, f"the {kind} and the text"):
@@ -355,9 +355,9 @@ def _main_input(loaded: LoadedModel) -> str | None:
 def _unread(loaded: LoadedModel, what: str) -> ArgumentError:
     return ArgumentError(
         OPERATION,
-        received=f"{loaded.info.get('class', loaded.name)}, which reads no {what}",
+        received=f"{loaded.info.get('class', loaded.name)}, which does not read {what}",
         expected="what the model reads" + (f": {_main_input(loaded)}" if _main_input(loaded) else ""),
-        hint="Choose a model of transformers that reads it, or omit the option.",
+        hint="Use a transformers model that reads it, or omit the option.",
     )
 
 
@@ -409,7 +409,7 @@ def find_processor(loaded: LoadedModel, kind: Kind) -> Any:
         else "a function that returns (model, processor)",
         hint="Save it to the folder: AutoProcessor.from_pretrained(name).save_pretrained(folder)."
         if loaded.source
-        else "Return the processor in place of the tokenizer.",
+        else "Return the processor instead of the tokenizer.",
     )
 
 
@@ -456,7 +456,7 @@ def prepare_generation(inputs: ModelInputs, count: int) -> None:
         raise ArgumentError(
             OPERATION,
             received=f"{given:,} tokens and {count:,} to generate",
-            expected=f"at most {loaded.max_positions:,} together, the positions of the model",
+            expected=f"at most {loaded.max_positions:,} in total, the number of positions of the model",
             hint="Generate fewer tokens, or shorten the text.",
         )
     settings: Any = getattr(loaded.model, "generation_config", None)

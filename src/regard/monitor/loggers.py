@@ -46,7 +46,7 @@ def make_logger(target: Any) -> Logger:
         "Monitor",
         received=f"to={describe_argument(target)}",
         expected="a function (numbers, step), a path, a SummaryWriter, a wandb run, or the module mlflow",
-        hint="A function serves every other logger: to=lambda numbers, step: logger.log(numbers, step).",
+        hint="For any other logger, pass a function: to=lambda numbers, step: logger.log(numbers, step).",
     )
 
 

@@ -105,7 +105,7 @@ class StepTable:
                     "Monitor",
                     received=f"measures[{name!r}] with a result of shape {shape}",
                     expected=f"one number for each row, {call.shape[:-1]}",
-                    hint="Entropy, Mass, Distance, Position and Spread have such results.",
+                    hint="Entropy, Mass, Distance, Position and Spread return such results.",
                 )
             by_row[name] = as_numpy_per_head(result)
         # A weight is exp(score − lse), so the largest one needs no search.
@@ -150,7 +150,7 @@ class StepTable:
         if unknown:
             warnings.warn(
                 f"Monitor: {unknown[0]!r} did not run in the first monitored step of any process, so it is skipped: "
-                "the processes have agreed on the layers then.",
+                f"the processes agree on the layers in that step.",
                 stacklevel=2,
             )
         num_sums = 2 + sum(column.reduce in ("mean", "saturated") for column in self._columns)
@@ -250,10 +250,10 @@ def find_layer_part(model: nn.Module, call: Call) -> LayerPart:
         elif not whole & widths and total != heads:
             raise ArgumentError(
                 "Monitor",
-                received=f"{call.name!r} with sharded parameters, of which none has the size of its {heads} heads",
+                received=f"{call.name!r} with sharded parameters, none of which matches its {heads} heads",
                 expected="heads that are split evenly by the rows of the query's projection, or not at all",
                 hint="Shard query, key and value with ColwiseParallel and the output with RowwiseParallel of "
-                "torch.distributed.tensor.parallel. Or omit the layer: layers= selects those to monitor.",
+                "torch.distributed.tensor.parallel. Or monitor other layers only, with layers=.",
             )
     return LayerPart(heads, part, num_parts, _hash_parameters(owner, with_shards=num_parts > 1))
 
@@ -295,7 +295,7 @@ def _raise_different(name: str, received: str) -> None:
     raise ArgumentError(
         "Monitor",
         received=f"{name!r} in {received}",
-        expected="replicas of one model, the parts of its heads, or stages whose layers have different names",
+        expected="replicas of one model, shards of its heads, or pipeline stages whose layers have different names",
         hint="Give the layers of pipeline stages their names in the whole model. Or pass the processes that hold the "
         "same layers: Monitor(…, process_group=group).",
     )

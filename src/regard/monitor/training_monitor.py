@@ -535,6 +535,6 @@ def _raise_compiled() -> None:
         "Monitor",
         received="a model that torch.compile has compiled",
         expected="a model that runs in Python in its monitored steps",
-        hint="Monitor the model before it is compiled, and run that one in monitored steps, up to rounding the same: "
-        "(model if monitor.is_due else compiled)(inputs).",
+        hint="Monitor the uncompiled model, and run it in monitored steps: (model if monitor.is_due else "
+        "compiled)(inputs). Results are equal up to rounding.",
     )

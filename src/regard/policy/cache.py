@@ -65,7 +65,7 @@ class Handover:
             "policy.cache",
             received=f"{received} in {self.model_name}",
             expected="a model that passes what the cache returns to its attention function",
-            hint="Call cache.reset() if a forward pass was interrupted. Otherwise this family cannot be served.",
+            hint="Call cache.reset() if a forward pass was interrupted. Otherwise this model family is not supported.",
         )
 
 
@@ -131,7 +131,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 "policy.cache",
                 received=f"keys of {key_states.shape[1]} heads in {self._handover.model_name}",
                 expected=f"the {self.num_heads} kv heads of the policy",
-                hint="Make the policy from a survey of this model.",
+                hint="Create the policy from a survey of this model.",
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -288,7 +288,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
                 "cache.crop",
                 received=f"{tokens_to_remove} after tokens left their window",
                 expected="tokens whose predecessors are still stored",
-                hint="Call cache.activate_past_recording() before the steps that may be taken back.",
+                hint="Call cache.activate_past_recording() before the steps that may be undone.",
             )
         self._length -= tokens
         if self._origin is not None:
@@ -426,7 +426,7 @@ def policy_attention(
         raise ArgumentError(
             "policy.cache",
             received=f"dropout of {dropout:g} in a layer with a soft cap or a sink",
-            expected="no dropout of the weights",
+            expected="no dropout of attention weights",
             hint="Call model.eval().",
         )
     options = ScoreOptions(scaling, dropout, softcap, None if sink is None else sink.detach().reshape(-1))
@@ -487,8 +487,8 @@ def build_cache(policy: KeptKeys, model: PreTrainedModel) -> Cache:
     _set_implementation(model, config)
     if config.model_type not in TESTED_CACHES:
         warnings.warn(
-            f"policy.cache: the family {config.model_type!r} has not been tested. Compare its outputs with those of "
-            f"the policy as masks: {AS_MASKS}.",
+            f"policy.cache: the family {config.model_type!r} has not been tested. Compare its outputs with the outputs "
+            f"of the policy applied as masks: {AS_MASKS}.",
             stacklevel=3,
         )
     handover = Handover(config, type(model).__name__)
@@ -557,7 +557,7 @@ def _match_layers(policy: KeptKeys, model: PreTrainedModel, layer_types: list[st
             "policy.cache",
             received=f"a policy of {len(policy.windows)} layers for {len(expected)} attention layers",
             expected="a policy with one row for each attention layer of the model",
-            hint="Make the policy from a survey of this model.",
+            hint="Create the policy from a survey of this model.",
         )
     return {index: row for row, index in enumerate(found)}
 
@@ -583,5 +583,5 @@ def _refuse(model: PreTrainedModel, received: str, reason: str) -> ArgumentError
         "policy.cache",
         received=f"{type(model).__name__} with {received}",
         expected="a decoder that computes attention through the AttentionInterface of transformers",
-        hint=f"It cannot be served, because {reason}. Apply the policy as masks: {AS_MASKS}.",
+        hint=f"It is not supported, because {reason}. Apply the policy as masks: {AS_MASKS}.",
     )

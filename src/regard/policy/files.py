@@ -130,7 +130,7 @@ def _build_error(path: Path, fault: str) -> ArgumentError:
         "CachePolicy.load",
         received=f"{path.name!r}, which holds {fault}",
         expected="a file that policy.save wrote",
-        hint="Make the policy again: regard policy make SURVEY -o policy.json",
+        hint="Create the policy again: regard policy make SURVEY -o policy.json",
     )
 
 
@@ -221,5 +221,6 @@ def _refuse(received: str, expected: str) -> ArgumentError:
         "policy.export",
         received=received,
         expected=expected,
-        hint='A configuration cannot say more. Use policy.cache(model), or export as "duo_attention" or "json".',
+        hint="A configuration cannot express this policy. Use policy.cache(model), or export as "
+        '"duo_attention" or "json".',
     )

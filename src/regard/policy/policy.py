@@ -301,7 +301,7 @@ class CachePolicy:
                 OPERATION,
                 received=f"bound {bound}",
                 expected="a KL divergence above 0, in nats per token",
-                hint="0.01 changes few predictions.",
+                hint="For example 0.01, which changes few predictions.",
             )
         kept = [self.layers, self.windows.tolist(), self.sinks.tolist(), self.num_heads]
         digest = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
@@ -616,7 +616,7 @@ class Verification:
         if not documents:
             raise ArgumentError(
                 OPERATION,
-                received="a corpus without a document that the model runs on",
+                received="a corpus without any document that the model can run on",
                 expected="at least one",
                 hint=f"{len(quarantined)} are quarantined: {quarantined[:1]}"
                 if quarantined

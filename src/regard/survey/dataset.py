@@ -297,7 +297,7 @@ def build_report(survey: Survey) -> SurveyReport:
     if not survey.documents:
         raise ArgumentError(
             "survey.page",
-            received=f"{str(survey.path)!r}, where no document is measured yet",
+            received=f"{str(survey.path)!r}, which has no measured documents yet",
             expected="a survey with at least one measured document",
             hint="Resume the survey first. Its manifest lists the quarantined documents.",
         )
@@ -382,7 +382,7 @@ def _build_damage_error(path: Path, problem: str) -> SurveyError:
     return SurveyError(
         "survey",
         received=f"{path.name}, which is missing or damaged ({problem[:200]})",
-        expected="the file as it was written",
+        expected="the file that the survey wrote",
         hint="Run the survey again with the same settings: it measures the documents of damaged files again. "
         "survey.find_damaged() lists them.",
     )

@@ -129,7 +129,7 @@ def attention_forward(
             raise ArgumentError(
                 'attn_implementation="regard"',
                 received=f"dropout of {dropout:g} in a layer with a soft cap or a sink",
-                expected="no dropout of the weights",
+                expected="no dropout of attention weights",
                 hint="Call model.eval(), set attention_dropout=0 in the configuration, or train with eager attention.",
             )
         assert call is not None

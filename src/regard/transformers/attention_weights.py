@@ -526,7 +526,7 @@ def resolve_dims(dim: Any, ndim: int, operation: str) -> list[int]:
         raise ArgumentError(
             f"weights.{operation}",
             received=f"dim={dim}",
-            expected=f"different axes from {-ndim} to {ndim - 1}",
+            expected=f"distinct axes from {-ndim} to {ndim - 1}",
             hint="The axes are batch, heads, queries and keys.",
         )
     return dims
@@ -597,6 +597,6 @@ def _resolve_booleans(entry: Any, size: int) -> Any:
             "weights[index]",
             received=f"{len(entry)} booleans for an axis of size {size}",
             expected="as many booleans as the axis has entries",
-            hint="Pass positions as integers to choose some.",
+            hint="To select by position, pass integers.",
         )
     return entry.nonzero()[0] if isinstance(entry, np.ndarray) else entry.nonzero()[:, 0]

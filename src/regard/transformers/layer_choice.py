@@ -89,7 +89,7 @@ def _match(layer: int | str, names: list[str]) -> Iterator[str]:
         raise ArgumentError(
             "choose_layers",
             received=f"layers with {layer!r}",
-            expected="numbers of layers, names of modules, or patterns that match some",
+            expected="layer numbers, module names, or patterns that match module names",
             hint=f"The model has {', '.join(map(repr, examples))}, …",
         )
     yield from chosen

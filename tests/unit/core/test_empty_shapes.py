@@ -155,5 +155,5 @@ def test_an_empty_matrix_has_nothing_to_choose(shape: tuple[int, ...]) -> None:
 
 
 def test_a_matrix_without_heads_has_none_to_explain() -> None:
-    with pytest.raises(regard.ArgumentError, match="it has no head to choose"):
+    with pytest.raises(regard.ArgumentError, match="it has no heads"):
         make_matrix((0, 3, 3), "numpy").explain(0)

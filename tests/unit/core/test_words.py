@@ -38,8 +38,8 @@ def convert_with_gradient():
 
 ERRORS = {
     "A[index]: received an index with a result of shape (60000, 59999) that would take 14,399,760,000 bytes; expected "
-    "at most 268,435,456 bytes. Take fewer rows at a time, A.lazy[index] for a lazy part of the matrix, "
-    "A.coarsen(512) for a picture, or A.to_dense() to store the whole matrix.": take_too_much,
+    "at most 268,435,456 bytes. Select fewer rows, or call A.lazy[index] for a lazy part of the matrix, A.coarsen(512) "
+    "for a picture, or A.to_dense() to store the whole matrix.": take_too_much,
     "dense: received array as nested lists of different lengths; expected rows of equal length. Pad the shorter ones, "
     "and mask the padding with padding(lengths).": lambda: dense([[1, 0], [1]]),
     "measure: received int 3; expected measures such as Entropy() or TopK(8). To write a measure, subclass "
@@ -51,33 +51,31 @@ ERRORS = {
         lambda: A.measure(Entropy(), Entropy())
     ),
     "mask: received int 3; expected a mask such as regard.causal(). Wrap it: regard.masks.dense(array) for booleans, "
-    "True = attend; numbers to add are score_mod=regard.score_mods.bias(array).": lambda: attention(EYE, EYE, mask=3),
-    "mask: received the function len; expected a mask such as regard.causal(). Wrap a function of b, h, q_idx and "
-    "kv_idx: mask=regard.mask(function).": (
-        lambda: attention(EYE, EYE, mask=len)
+    "True = attend; use score_mod=regard.score_mods.bias(array) to add numbers to the scores.": lambda: (
+        attention(EYE, EYE, mask=3)
     ),
+    "mask: received the function len; expected a mask such as regard.causal(). Wrap a function of b, h, q_idx and "
+    "kv_idx: mask=regard.mask(function).": (lambda: attention(EYE, EYE, mask=len)),
     "mask: received the function causal; expected a mask such as regard.causal(). Call it: regard.causal().": (
         lambda: attention(EYE, EYE, mask=causal)
     ),
     "score_mod: received int 3; expected regard.softcap, regard.alibi, regard.relative_bias or regard.score_mods.bias. "
-    "Wrap it: regard.score_mods.bias(array).": (
-        lambda: attention(EYE, EYE, score_mod=3)
-    ),
+    "Wrap it: regard.score_mods.bias(array).": (lambda: attention(EYE, EYE, score_mod=3)),
     "attention: received sink as an array of <U1 with shape (1,); expected real numbers. Convert it first: "
     "sink.astype(float).": lambda: attention(EYE, EYE, sink=["a"]),
-    "page: received 2 tokens; expected 3, one for each key. tokens name the keys, and the queries too if both are the "
-    "same sequence.": lambda: A.page(["a", "b"]),
-    "page: received 4 query_tokens; expected 3, one for each query. tokens name the keys, and the queries too if both "
-    "are the same sequence.": lambda: A.page(query_tokens=list("abcd")),
+    "page: received 2 tokens; expected 3, one for each key. tokens label the keys. If the queries are other tokens, "
+    "pass query_tokens.": lambda: A.page(["a", "b"]),
+    "page: received 4 query_tokens; expected 3, one for each query. tokens label the keys. If the queries are other "
+    "tokens, pass query_tokens.": lambda: A.page(query_tokens=list("abcd")),
     "page: received 0 queries and 3 keys; expected at least one of each. An empty matrix has nothing to show.": (
         lambda: attention(EYE[:0], EYE).page()
     ),
     "page: received bias(<array of shape (3, 3)>), 9 numbers; expected at most 8 in a page. Select fewer rows with "
     "A.lazy[..., rows, :], or use relative_bias or alibi.": too_large_a_bias,
-    "A.mT @ x: received x of shape (4, 2); expected (…, q_len 3, width) for a matrix of (q_len 3, kv_len 3). The axis "
-    "before the last counts the queries.": lambda: A.mT @ np.ones((4, 2)),
+    "A.mT @ x: received x of shape (4, 2); expected (…, q_len 3, width) for a matrix of (q_len 3, kv_len 3). The "
+    "second-to-last axis counts the queries.": lambda: A.mT @ np.ones((4, 2)),
     "between: received keys with position -4; expected positions from 0 to 2, or from −3 to −1 from the end. Queries "
-    "count the rows of the matrix, keys its columns.": lambda: attention(EYE, EYE, mask=between(keys=-4)),
+    "are rows of the matrix, keys are columns.": lambda: attention(EYE, EYE, mask=between(keys=-4)),
     "between: received queries as str 'a'; expected an integer, a slice, or a list of integers. For example "
     "regard.masks.between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
     "mask & other: received int 3; expected another mask. Wrap a boolean array, True = attend, as "
@@ -94,7 +92,7 @@ ERRORS = {
     "padding: received a length of 4 for kv_len 3; expected lengths from 0 to 3. Lengths count the real keys of each "
     "batch entry, without the padding.": lambda: attention(EYE, EYE, mask=padding(4)),
     "A @ value: received value of shape (4,); expected (…, kv_len 3, width) for a matrix of (q_len 3, kv_len 3). The "
-    "axis before the last counts the keys.": lambda: A @ np.ones(4),
+    "second-to-last axis counts the keys.": lambda: A @ np.ones(4),
     "torch.as_tensor(A): received a matrix that requires a gradient; expected a matrix without gradients. Call "
     "A.to_dense() to keep the gradient, or convert under torch.no_grad() to drop it.": convert_with_gradient,
 }

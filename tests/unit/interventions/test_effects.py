@@ -120,7 +120,7 @@ def test_nothing_stays_changed_after_an_error():
         effects(model, inputs, lambda output: output.logits)
     with pytest.raises(regard.ArgumentError, match='"heads", or a list of edits'):
         effects(model, inputs, METRIC, "layers")
-    with pytest.raises(regard.ArgumentError, match="selects none of 2 attention layers"):
+    with pytest.raises(regard.ArgumentError, match="matches none of 2 attention layers"):
         effects(model, inputs, METRIC, layers=5)
     with pytest.raises(regard.ArgumentTypeError, match="a tensor"):
         effects(model, {"input_ids": 3}, METRIC)

@@ -655,7 +655,7 @@ def test_heads_and_batch_entries_out_of_range(model, x):
         (lambda: ablate(baseline="nothing"), regard.ArgumentError, '"zero", "mean", a recording'),
         (lambda: patch(source=None), regard.ArgumentTypeError, "a recording of another run"),
         (lambda: regard.intervene(nn.Linear(2, 2), "all"), regard.ArgumentTypeError, "an edit, or a list"),
-        (lambda: regard.intervene(nn.Linear(2, 2), ablate("h.*")), regard.ArgumentError, "names of modules"),
+        (lambda: regard.intervene(nn.Linear(2, 2), ablate("h.*")), regard.ArgumentError, "module names"),
         (lambda: regard.intervene(3, ablate()), regard.ArgumentTypeError, "a torch.nn.Module"),
     ],
 )
@@ -665,7 +665,7 @@ def test_wrong_arguments(make, error, message):
 
 
 def test_texts_without_tokens_and_sources_without_values(model, x):
-    with pytest.raises(regard.ArgumentError, match="the tokens in which to look it up"):
+    with pytest.raises(regard.ArgumentError, match="tokens in which to look up the text"):
         run(model, x, knockout(keys="cat"))
     with pytest.raises(regard.ArgumentError, match="one of the tokens"):
         run(model, x, knockout(keys="dog"), tokens=TOKENS)

@@ -270,7 +270,7 @@ def test_a_mask_says_what_true_means(name: str) -> None:
         call(*arrays, mask=np.tril(np.ones((5, 5))))
     with pytest.raises(ValueError, match="received true_means='keep'"):
         call(*arrays, mask=attend, true_means="keep")
-    with pytest.raises(ValueError, match="other numbers than 0 and 1"):
+    with pytest.raises(ValueError, match="numbers other than 0 and 1"):
         call(*arrays, mask=-1e9 * attend, true_means="attend")
 
 

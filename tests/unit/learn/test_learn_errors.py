@@ -72,7 +72,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         lambda: by_class(np.ones((2, 3, 4)), np.ones((5, 3, 4)), X32),
         "CheckedAttention",
         "(2, 3, 4) and K of shape (5, 3, 4)",
-        "axes of one",
+        "of size 1",
         "same batch",
     ),
     (
@@ -87,7 +87,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "apply_mask",
         "mask of shape (2, 1, 1, 3)",
         "broadcasts",
-        "axes of one",
+        "of size 1",
     ),
     (lambda: create_causal_mask(-1), "create_causal_mask", "seq_len -1", "at least 0", "shape of an array"),
     (lambda: create_causal_mask(3.0), "create_causal_mask", "float 3.0", "whole number", "int(seq_len)"),  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
             "create_padding_mask",
             f"lengths {lengths}",
             "whole numbers between 0 and max_length",
-            "Count the real tokens",
+            "Pass the number of real tokens",
         )
         for lengths in ([2, 9], [-1], [[1, 1]], [1.5])
     ),
@@ -134,7 +134,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "attention_by_loops",
         "mask of shape (5, 5)",
         "broadcasts",
-        "axes of one",
+        "of size 1",
     ),
     (lambda: softmax([1], temperature=-1), "softmax", "temperature -1", "at least 0", "sharpens"),
     (lambda: softmax([1], temperature=math.nan), "softmax", "temperature nan", "at least 0", "sharpens"),
@@ -206,7 +206,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         lambda: CheckedAttention(2)(np.ones((2, 1, 2)), np.ones((1, 1, 2)), np.ones((3, 1, 2))),
         "CheckedAttention",
         "V of shape (3, 1, 2)",
-        "axes of one",
+        "of size 1",
         "same batch",
     ),
     (lambda: profile([64], repeats=1), "fit_exponent", "1 lengths", "two or more", "two points"),

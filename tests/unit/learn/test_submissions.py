@@ -259,6 +259,6 @@ def test_progress_counts_and_keeps_the_first_success(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 2}', '{"format": 1, "exercises": {"x": {}}}'])
 def test_a_damaged_progress_file_is_not_overwritten(text, tmp_path):
     path = write(tmp_path, "progress.json", text)
-    with pytest.raises(regard.ArgumentError, match="Move it away"):
+    with pytest.raises(regard.ArgumentError, match="Move the file"):
         load_progress(path)
     assert path.read_text() == text

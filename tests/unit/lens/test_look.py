@@ -91,7 +91,11 @@ def test_wrong_calls_say_what_to_pass():
     model = TINY["Llama"].build()
     for call, error, match in [
         (lambda: regard.look(model), ArgumentError, "no text, image, sound or inputs"),
-        (lambda: regard.look(model, TEXT, inputs=torch.ones(1, 3)), ArgumentError, "inputs beside a text"),
+        (
+            lambda: regard.look(model, TEXT, inputs=torch.ones(1, 3)),
+            ArgumentError,
+            "inputs together with a text",
+        ),
         (lambda: regard.look(model, torch.ones(1, 3)), ArgumentTypeError, "inputs=inputs"),
         (lambda: regard.look(3, TEXT), ArgumentTypeError, "a name, a folder, or a torch.nn.Module"),
         (

@@ -292,7 +292,7 @@ def test_heads_that_tensor_parallelism_splits_have_one_row_each(size: int, way: 
 @pytest.mark.nightly
 def test_heads_that_are_split_in_another_way_are_refused(tmp_path: Path) -> None:
     for result in run_processes(2, TENSOR_PARALLEL, "unclear", tmp_path):
-        assert "none has the size of its 8 heads" in result["error"] and "ColwiseParallel" in result["error"]
+        assert "none of which matches its 8 heads" in result["error"] and "ColwiseParallel" in result["error"]
         assert not result["history"]
         assert "DTensor" in result["obstacle"][0]  # of a layer that passes one to an attention function
 

@@ -90,5 +90,5 @@ def test_encoder_and_decoder_are_counted_apart():
 
 @pytest.mark.parametrize("layers", [2, -3, "model.layer.*", [0, "nothing"]])
 def test_layers_that_do_not_exist_are_refused(model, layers):
-    with pytest.raises(ArgumentError, match=r"numbers of layers, names of modules.*'model.layers.0"):
+    with pytest.raises(ArgumentError, match=r"layer numbers, module names.*'model.layers.0"):
         choose_layers(model, layers)

@@ -418,7 +418,7 @@ def open_submissions(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise ArgumentError(
                 "exercise",
                 received=f"--class {str(source)!r} ({type(error).__name__}: {error})",
-                expected="a folder or a ZIP file with the files of the class",
+                expected="a folder or a ZIP file with the submissions of the class",
                 hint="Put files such as ana-exercise-3.py into a folder.",
             ) from error
         for archive in sorted(root.rglob("*.[zZ][iI][pP]")):
@@ -579,7 +579,7 @@ def find_submissions(
             received=f"{len(files)} files without an answer to "
             + ("an exercise" if n is None else f"exercise {n}"),
             expected="files such as ana-exercise-3.py, or ana/exercise-3.ipynb",
-            hint="Name the exercise if all files belong to one: regard exercise 3 --class FOLDER.",
+            hint="If all files belong to one exercise, name it: regard exercise 3 --class FOLDER.",
         )
     return sorted(found, key=lambda it: (it.student.casefold(), it.n, it.path.name)), sorted(
         skipped, key=lambda it: it.path

@@ -134,8 +134,8 @@ def check_file(
         raise ArgumentError(
             "exercises.check_file",
             received=f"{file.name!r}",
-            expected=f"a script or a notebook, a name that ends in {' or '.join(SUFFIXES)}",
-            hint="Rename it, or save it as one of the two.",
+            expected=f"a script or a notebook whose name ends in {' or '.join(SUFFIXES)}",
+            hint="Rename the file, or save it in one of these formats.",
         )
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "agg"}
@@ -444,7 +444,7 @@ def load_progress(path: Path) -> CourseProgress:
             "exercise",
             received=f"{str(path)!r} ({type(error).__name__}: {error})",
             expected=f"a progress file of format {FORMAT}",
-            hint="Move it away to begin again, or name another one with --progress.",
+            hint="Move the file to start again, or choose another file with --progress.",
         ) from None
 
 
