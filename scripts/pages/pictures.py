@@ -31,7 +31,8 @@ def run(options: argparse.Namespace) -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         tab.goto(page.as_uri())
-        tab.locator("#results[data-ready]").wait_for(state="attached")
+        tab.wait_for_load_state("networkidle")
+        tab.wait_for_timeout(2000)  # the thumbnails are drawn
         tab.screenshot(path=path)
         browser.close()
     print(path)

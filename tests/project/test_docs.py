@@ -25,7 +25,8 @@ FAST = [page for page in PAGES if page.name != "survey.md"]  # it runs a survey
 
 
 @pytest.mark.parametrize("page", keep_in_ci(PAGES, *FAST), ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page):
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     assert run_page(page.read_text(), page.name) > 0
 
 
