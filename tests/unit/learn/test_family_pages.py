@@ -63,7 +63,7 @@ def test_a_page_is_complete(mechanism):
 
 
 def test_show_works_out_a_chosen_row():
-    (steps,) = family.show("causal", row=2).worked_rows
+    (steps,) = family.show("causal", query=2).worked_rows
     assert steps.title == 'Query 2 "sat" by hand'
     assert steps._repr_markdown_() == f"```text\n{steps}\n```\n"
     assert repr(steps) == str(steps)
@@ -122,7 +122,7 @@ def test_public_names_are_sorted_and_exist():
     ("call", "says"),
     [
         (lambda: family.show("rotational"), "name='rotational'"),
-        (lambda: family.show("cross", row=2), "row from 0 to 1"),
+        (lambda: family.show("cross", query=2), "query from 0 to 1"),
         (
             lambda: family.MultiHead(d_k=2, num_heads=3)(cat.Q, cat.K, cat.V),
             "since d_k is 2, times 3 heads",

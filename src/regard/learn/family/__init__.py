@@ -98,21 +98,21 @@ __all__ = [
 ]
 
 
-def show(name: str, row: int | None = None) -> MechanismPage:
+def show(name: str, query: int | None = None) -> MechanismPage:
     """Show one mechanism with its numbers.
 
     Args:
         name: The name of the mechanism, such as "causal"; the `name` of each entry of `MECHANISMS`.
-        row: The query to work out by hand, counted from 0. The default is row 0, and another one where row 0 shows
-            too little.
+        query: The query to work out by hand, counted from 0. The default is query 0, and another one where query 0
+            shows too little.
 
     Returns:
         A page with the description, the worked rows, the output and the weights; `print` it to read it.
 
     Raises:
-        ArgumentError: If there is no such mechanism or no such row.
+        ArgumentError: If there is no such mechanism or no such query.
 
-    >>> page = show("rotary", row=2)
+    >>> page = show("rotary", query=2)
     >>> page.worked_rows[0].weights.round(4)
     array([0.2273, 0.2165, 0.3428, 0.1032, 0.1102])
     >>> page.mechanism.uses[0].source
@@ -121,9 +121,9 @@ def show(name: str, row: int | None = None) -> MechanismPage:
     named = {mechanism.name: mechanism for mechanism in MECHANISMS}
     mechanism = named[as_choice("family.show", "name", name, named)]
     rows = mechanism.worked_rows
-    if row is not None:
+    if query is not None:
         last = len(mechanism.query_tokens) - 1
-        rows = (check_count(row, 0, last, "family.show", "row", "", "It counts the queries from 0."),)
+        rows = (check_count(query, 0, last, "family.show", "query", "", "It counts the queries from 0."),)
     return MechanismPage(mechanism, tuple(map(mechanism.explain, rows)), *mechanism.run())
 
 

@@ -120,17 +120,17 @@ class Mechanism:
         """
         return self.run_example(self.build(), self.example)
 
-    def explain(self, row: int = 0) -> WorkedRow:
+    def explain(self, query: int = 0) -> WorkedRow:
         """Work out one row of the example by hand.
 
         Args:
-            row: The query to work out, counted from 0.
+            query: The query to work out, counted from 0.
 
         Returns:
             The steps, the output and the weights of that row.
         """
         example = self.example
-        return explain(self.build(), example.Q, example.K, example.V, example.tokens, row)
+        return explain(self.build(), example.Q, example.K, example.V, example.tokens, query)
 
     @property
     def call(self) -> str:
