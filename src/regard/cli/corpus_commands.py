@@ -98,7 +98,8 @@ def survey(
         typer.Option(
             "--measures",
             metavar="NAMES",
-            help="Some of entropy, distance, first, heavy and copies, separated by commas. Default: all.",
+            help="Some of these, separated by commas: entropy; distance; first, the weight on the first token; "
+            "heavy, on the tokens that receive most; copies, on earlier copies of a token. Default: all.",
         ),
     ] = None,
     prompt_field: Annotated[

@@ -96,7 +96,7 @@ def profile(
         typer.Option(
             "--mask",
             metavar="MASK",
-            help="none; causal; window:N, causal with the last N keys; padding:N; documents:N.",
+            help="none; causal; window:N, the last N keys; padding:N, N padded keys; documents:N, N packed documents.",
         ),
     ] = "causal",
     dtype: Annotated[

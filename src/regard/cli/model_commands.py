@@ -107,7 +107,9 @@ def heads(
     by: Annotated[
         str | None,
         typer.Option(
-            "--by", metavar="MEASURE", help="Sort by a column of the table, largest first. Default: by layer."
+            "--by",
+            metavar="MEASURE",
+            help=f"Sort by one of {', '.join(COLUMNS[3:])}; largest first. Default: by layer.",
         ),
     ] = None,
     smallest: Annotated[bool, typer.Option("--smallest", help="With --by: smallest first.")] = False,

@@ -152,7 +152,9 @@ def take_options(command: Callable[..., int]) -> Callable[..., int]:
             )
 
     if TextOptions in groups.values():  # what a command is about comes first in its help
-        parameters.sort(key=lambda parameter: parameter.name in RARE_OPTIONS)
+        parameters.sort(
+            key=lambda parameter: RARE_OPTIONS.index(parameter.name) if parameter.name in RARE_OPTIONS else -1
+        )
 
     @functools.wraps(command)
     def run(**given: Any) -> int:
