@@ -110,9 +110,9 @@ def test_hostile_names_and_numbers_that_are_not_finite(show):
     [
         (dict(tokens=["a"]), "1 tokens"),
         (dict(steps=[0]), "1 steps"),
-        (dict(loss={}), "losses of the lengths []"),
-        (dict(loss=dict.fromkeys("wxyz", LOSS["repeat"])), "losses of the lengths [4, 4, 4, 4]"),
-        (dict(loss={"loss": [1.0]}), "losses of the lengths [1]"),
+        (dict(loss={}), "losses of lengths []"),
+        (dict(loss=dict.fromkeys("wxyz", LOSS["repeat"])), "losses of lengths [4, 4, 4, 4]"),
+        (dict(loss={"loss": [1.0]}), "losses of lengths [1]"),
         (dict(heads=["a"]), "1 heads"),
         (dict(weights=np.zeros((4, 0, 5, 5))), "(4, 0, 5, 5)"),
         (dict(weights=np.zeros((5, 5))), "weights of shape (5, 5)"),

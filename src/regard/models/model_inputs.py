@@ -212,7 +212,7 @@ def _prepare_image(loaded: LoadedModel, image: Any, text: str | None, max_tokens
             hint="Run it once on the image and once on the text.",
         )
     if text is not None and not _is_encoder_decoder(loaded):
-        raise _unread(loaded, "text beside an image")
+        raise _unread(loaded, "text together with an image")
     with _translate_errors(loaded, "the image"):
         features = dict(processor(images=picture, return_tensors="pt"))
     image = _recover_image(features, processor, pixels)

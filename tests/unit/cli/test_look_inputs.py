@@ -187,7 +187,7 @@ def test_an_image_among_the_tokens_of_a_language_model(look, models, tmp_path):
     record, _, path = look("llava", "--image", models / "picture.png", "--text", "cat?", "--generate", 2)
     assert record["inputs"].startswith("8 tokens with an image") and path.stat().st_size > 10_000
     _, err, _ = look("llava", "--image", models / "picture.png", code=2)
-    assert "image alone, for LlavaForConditionalGeneration; expected a text, too" in err
+    assert "image alone, for LlavaForConditionalGeneration; expected a text as well" in err
 
 
 # -- Refused ------------------------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ def test_an_image_among_the_tokens_of_a_language_model(look, models, tmp_path):
 @pytest.mark.parametrize(
     ("model", "arguments", "message"),
     [
-        ("llama", ["--text", "a", "--image", "picture.png"], "LlamaForCausalLM, which reads no images"),
-        ("llama", ["--text", "a", "--audio", "talk.wav"], "LlamaForCausalLM, which reads no sound"),
-        ("llama", ["--text", "a", "--generate", "64"], "1 tokens and 64 to generate; expected at most 64 together"),
+        ("llama", ["--text", "a", "--image", "picture.png"], "LlamaForCausalLM, which does not read images"),
+        ("llama", ["--text", "a", "--audio", "talk.wav"], "LlamaForCausalLM, which does not read sound"),
+        ("llama", ["--text", "a", "--generate", "64"], "1 tokens and 64 to generate; expected at most 64 in total"),
         ("llama", [], "no text, image or sound; expected --text, --file, --image or --audio"),
         ("vit", ["--image", "."], "image='.', which cannot be read (Is a directory)"),
-        ("vit", ["--text", "a", "--image", "picture.png"], "which reads no text beside an image"),
+        ("vit", ["--text", "a", "--image", "picture.png"], "which does not read text together with an image"),
         ("vit", ["--image", "picture.png", "--generate", "3"], "which does not generate text"),
         ("vit", ["--image", "picture.png", "--audio", "talk.wav"], "an image and sound; expected at most one"),
         ("vit", ["--image", "talk.wav"], "'talk.wav', which cannot be read"),

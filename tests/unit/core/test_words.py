@@ -83,8 +83,8 @@ ERRORS = {
     "document: received [1, 2]; expected one id for each token. Pass a list of ids.": lambda: document(
         [1, 2], 3
     ),
-    'dense: received true_means=\'x\'; expected "attend" or "ignore". Pass true_means="ignore" for a mask of '
-    'nn.MultiheadAttention, "attend" for one of SDPA.': lambda: dense(EYE, true_means="x"),
+    'dense: received true_means=\'x\'; expected "attend" or "ignore". Pass true_means="ignore" for an '
+    'nn.MultiheadAttention mask, "attend" for an SDPA mask.': lambda: dense(EYE, true_means="x"),
     "prefix: received -1; expected whole numbers, 0 or more. Sizes and lengths count tokens.": lambda: prefix(
         -1
     ),

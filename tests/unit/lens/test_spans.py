@@ -257,7 +257,7 @@ def test_saved_recordings_know_their_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("spans", "error", "match"),
     [
-        ({"a": (0, 4), "b": (3, 6)}, ArgumentError, "'a' and 'b' with tokens in common"),
+        ({"a": (0, 4), "b": (3, 6)}, ArgumentError, "'a' and 'b' that share tokens"),
         ({"a": [(0, 4), (3, 6)]}, ArgumentError, "'a' twice"),
         ({"a": (3, 3)}, ArgumentError, "empty"),
         ({"a": []}, ArgumentError, "empty"),
@@ -288,7 +288,7 @@ def test_spans_that_are_refused_after_the_run():
         recording.span_mass({"a": slice(PROMPT, None)})
     with pytest.raises(ArgumentError, match="3 batch entries"):
         recording.span_mass([{"a": (0, 1)}] * 3)
-    with pytest.raises(ArgumentError, match="matches none"):
+    with pytest.raises(ArgumentError, match="matches no layer"):
         recording.span_mass({"a": (0, 1)}, layers="encoder.*")
     assert recording.span_mass({"a": slice(3, None)}).labels.tolist() == 2 * [[1] * 3 + [0] * 8]
     with pytest.raises(ArgumentError, match="spans and measures"):

@@ -187,7 +187,7 @@ def test_topk_takes_a_number_of_keys(layer, read, k):
 @pytest.mark.parametrize("name", ["sum", "mean", "amax", "max", "argmax", "topk"])
 def test_an_axis_that_does_not_exist_names_the_method(layer, name):
     options = {"k": 1} if name == "topk" else {}
-    with pytest.raises(ArgumentError, match=rf"weights\.{name}: received dim=4; expected different axes"):
+    with pytest.raises(ArgumentError, match=rf"weights\.{name}: received dim=4; expected distinct axes"):
         getattr(layer[0], name)(dim=4, **options)
 
 
@@ -198,7 +198,7 @@ def test_other_methods_of_tensors_name_the_fix(layer):
 
 
 def test_axes_that_do_not_exist_are_refused(layer):
-    with pytest.raises(ArgumentError, match="different axes from -4 to 3"):
+    with pytest.raises(ArgumentError, match="distinct axes from -4 to 3"):
         layer[0].sum(4)
     with pytest.raises(ArgumentError, match="distinct axes"):
         layer[0].mean((1, -3))
