@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +172,27 @@ def look(
         )
     for note in notes:
         warnings.warn(note, stacklevel=2)
+    prepared = _move_inputs(prepared)
     with watch(prepared.loaded.model, layers=layers) as recording:
         generated = run_inputs(prepared, generate)
     return LookRun(prepared, recording, generated).build_page(title)
+
+
+def _move_inputs(inputs: ModelInputs) -> ModelInputs:
+    """Return the inputs on the device of the model."""
+    weight = next(inputs.loaded.model.parameters(), None)
+    if weight is None:
+        return inputs
+
+    def move(value: Any) -> Any:
+        return value.to(weight.device) if isinstance(value, torch.Tensor) else value
+
+    return replace(
+        inputs,
+        arguments={name: move(value) for name, value in inputs.arguments.items()},
+        decoder_ids=move(inputs.decoder_ids),
+        text=None if inputs.text is None else replace(inputs.text, ids=move(inputs.text.ids)),
+    )
 
 
 def _load(model: Any, tokenizer: Any, dtype: str | None, trust_remote_code: bool) -> LoadedModel:

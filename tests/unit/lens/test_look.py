@@ -60,6 +60,24 @@ def test_a_text_that_is_longer_than_the_model_reads_warns():
         regard.look(TINY["Llama"].build(), TEXT, tokenizer=letters)
 
 
+def test_inputs_are_on_the_device_of_the_model(monkeypatch):
+    seen = []
+
+    def stop(inputs, _):
+        seen.append(inputs)
+        raise InterruptedError("a model without numbers does not run")
+
+    monkeypatch.setattr("regard.lens.look_page.run_inputs", stop)
+    for name in ("Llama", "T5"):
+        with pytest.raises(InterruptedError):
+            regard.look(TINY[name].build().to("meta"), TEXT, tokenizer=Letters())
+    for inputs in seen:
+        tensors = [inputs.text.ids, *inputs.arguments.values()]
+        tensors += [] if inputs.decoder_ids is None else [inputs.decoder_ids]
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert seen[1].is_encoder_decoder
+
+
 def test_generated_tokens_are_part_of_the_page():
     model = TINY["Llama"].build()
     model.generation_config.eos_token_id = None
