@@ -107,8 +107,10 @@ def commands() -> str:
             main([*arguments, "--help"])
         return f"```text\n{out.getvalue().strip()}\n```"
 
-    names = sorted(str(command.name) for command in app.app.registered_commands)
-    sections = [f"## regard {name}\n{help_text(name)}" for name in names]
+    groups = {str(group.name): group.typer_instance for group in app.app.registered_groups}
+    names = [[str(command.name)] for command in app.app.registered_commands]
+    names += [[group, str(it.name)] for group, inner in groups.items() for it in inner.registered_commands]
+    sections = [f"## regard {' '.join(name)}\n{help_text(*name)}" for name in sorted(names)]
     return "\n\n".join([f"## regard\n{help_text()}", *sections])
 
 

@@ -108,7 +108,7 @@ def attention(
     scale: float | None = None,
     sink: Array | float | None = None,
     enable_gqa: bool = False,
-) -> AttentionMatrix[Any]:
+) -> AttentionMatrix:
     """Return the attention matrix softmax(query keyᵀ · scale + …) as a lazy matrix.
 
     Order of operations: scale → score modifications in the order given → mask → sink → softmax. NumPy arrays, torch

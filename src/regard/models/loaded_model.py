@@ -50,7 +50,7 @@ class LoadedModel:
     """
 
     name: str
-    model: Any
+    model: Any = field(repr=False)
     tokenizer: Any = None
     notes: tuple[str, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
