@@ -106,7 +106,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckRun:
-    """One check or experiment of a result: whether it was run, and if not, why.
+    """One check or experiment: whether it was run, and if not, why.
 
     Args:
         name: What was checked, such as "padding on the left".
@@ -153,7 +153,7 @@ def run_check(check: Check[T], subject: T) -> tuple[list[Finding], CheckRun]:
 
 
 class Findings(list[Finding]):
-    """A list of findings, sorted by severity and layer, with the checks that were run and those that were not.
+    """A list of findings, sorted by severity and layer, with the checks that ran and those that did not.
 
     Args:
         findings: The findings, in any order.
@@ -199,7 +199,7 @@ class Findings(list[Finding]):
         return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + scope
 
     def group_layers(self) -> list[Finding]:
-        """Return one finding for those that say the same of several layers; its evidence has the other layers.
+        """Merge findings that are equal except for the layer; the evidence lists the other layers.
 
         >>> findings = Findings([Finding("dropout", "error", "Dropout is active.", f"h.{n}", n) for n in range(3)])
         >>> [finding.evidence for finding in findings.group_layers()]

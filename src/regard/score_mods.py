@@ -26,7 +26,7 @@ __all__ = ["ScoreMod", "alibi", "alibi_slopes", "bias", "relative_bias", "relati
 
 
 class ScoreMod:
-    """A change of the scaled scores, one block at a time; a subclass defines `apply` or `additive_bias`.
+    """A modification of the scaled scores, one block at a time; a subclass defines `apply` or `additive_bias`.
 
     >>> import numpy as np, regard
     >>> class Doubled(regard.ScoreMod):
@@ -67,7 +67,7 @@ class ScoreMod:
             dtype: Dtype of the result.
 
         Returns:
-            An array that broadcasts to (pairs, r, c); None if the modification is not an addition.
+            An array that broadcasts to (pairs, r, c); None if the modification is not additive.
         """
         return None
 
@@ -210,8 +210,7 @@ def alibi(slopes: Array | None = None, align: Align | None = None) -> ScoreMod:
     """Subtract a penalty that grows with distance: scores − slope · |q_idx − kv_idx|.
 
     Args:
-        slopes: Slope of each head: (heads,). The default is `alibi_slopes`, the published ones. A tensor gets its
-            gradient.
+        slopes: Slope of each head: (heads,). Default: the published slopes, `alibi_slopes`. Gradients flow to a tensor.
         align: Which query is at which key if the lengths differ, as in `causal`.
 
     Returns:
@@ -303,7 +302,7 @@ def relative_buckets(ahead: IntArray, *, buckets: int, max_distance: int, bidire
     Args:
         ahead: Relative positions kv_idx − q_idx, of any shape.
         buckets: Number of buckets.
-        max_distance: Distance from which on all positions share the last bucket.
+        max_distance: From this distance on, all positions share the last bucket.
         bidirectional: Whether keys after the query have separate buckets.
 
     Returns:
@@ -365,7 +364,7 @@ def relative_bias(
     Args:
         table: Bias of each bucket and head, (buckets, heads), as T5 stores it.
         bidirectional: Whether keys after the query have separate buckets: True for encoders, False for decoders.
-        max_distance: Distance from which on all positions share the last bucket.
+        max_distance: From this distance on, all positions share the last bucket.
         align: Which query is at which key if the lengths differ, as in `causal`.
 
     Returns:

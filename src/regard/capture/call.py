@@ -123,34 +123,35 @@ class Call:
         layer_class: Name of the module's class.
         query: (…, heads, q_len, head_dim).
         key: (…, kv_heads, kv_len, head_dim).
-        compact_mask: Mask and bias as they were recognised; `mask` and `score_mods` have their names.
+        compact_mask: Mask and bias in recognised form; read them as `mask` and `score_mods`.
         scale: Factor of the scores.
         kernel: The kernel that ran.
         lse: (…, heads, q_len), from the kernel that ran; None if it does not return one. If the layer computed its own
-            softmax, that of the scores it passed, NaN where they are not known.
+            softmax, the lse of its scores, NaN where they are unknown.
         value: (…, kv_heads, kv_len, value_dim) with `watch(values=True)`, else None.
         output: Output of the kernel with `watch(values=True)`, else None.
         weights: (…, heads, q_len, kv_len), as a layer with its own softmax computed them, without dropout; else None.
         softcap: Soft cap of the scores, or None.
-        sink: Learnt sink, one score for each head, (…, heads), or None.
+        sink: Learned sink, one score for each head, (…, heads), or None.
         dropout_p: Dropout probability that was passed.
         is_causal: Whether `is_causal` was passed in any of the calls.
         is_broadcast: Whether key or value were broadcast to the batch or the heads of the query.
         training: Whether the module was in training mode.
         query_offset: Position of the first query among the keys.
         steps: Number of calls that were joined.
-        prompt_len: Number of rows up to the first step of one row, those of the prompt; 0 if no call was joined.
+        prompt_len: Number of rows of the prompt, up to the first step of one row; 0 if no call was joined.
         measures: Results by name with `watch(measures=…)`, else None.
         stored_shape: Shape of the matrix if query and key are None.
         versions: Tensors that are held by reference, each with its version.
         speculative_mode: How `generate()` proposed tokens that it may have discarded, such as "beam search"; else "".
         num_missing_values: How many of the call's own values the cache does not hold: they are absent or all 0.
-        forward_pass: Which forward pass of the model the call is a part of, from 1; 0 if the model's did not run.
+        forward_pass: Number of the forward pass of the model that contains the call, from 1; 0 if `forward` of the
+            model did not run.
         source_key: Weak reference to the key that was passed, and its version.
-        source_cache: Weak reference to the cache that the model was given, or None.
+        source_cache: Weak reference to the cache passed to the model, or None.
         cached: The value of a layer with its own softmax: later calls extend it if they share a cache.
-        edits: What `regard.intervene` changed: mask, score modifications and matrix are those after the edits. None if
-            nothing was.
+        edits: Changes by `regard.intervene`, or None. Mask, score modifications and matrix describe the state after the
+            edits.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()

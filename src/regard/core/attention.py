@@ -114,9 +114,9 @@ def attention(
     Order of operations: scale → score modifications in the order given → mask → sink → softmax. NumPy arrays, torch
     tensors and nested lists are accepted; the leading axes of query and key broadcast.
 
-    The matrix reads query, key, mask, bias and sink when it computes, and copies none of them. If a tensor is changed
-    in place, later results describe its new values. NumPy arrays and tensors made in `torch.inference_mode()` do not
-    count their changes: do not change them while the matrix is in use, or use `attention(…).copy()`.
+    The matrix references query, key, mask, bias and sink without copying them. If a tensor is changed in place, later
+    results use its new values. Changes of NumPy arrays and of tensors from `torch.inference_mode()` cannot be detected:
+    do not change them while the matrix is in use, or call `attention(…).copy()`.
 
     Args:
         query: (…, heads, q_len, head_dim), or just (q_len, head_dim).
@@ -124,7 +124,7 @@ def attention(
         mask: Which keys each query may attend to (True = attend), such as `regard.causal()`. Default: all.
         score_mod: One or several score modifications, such as `regard.softcap(50)`.
         scale: Factor of the products of query and key. Default: 1/√head_dim.
-        sink: A score, or one for each head (heads,), that takes its share of every row and belongs to no key.
+        sink: An extra score in the softmax of every row that has no key: a number, or one for each head, (heads,).
         enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
 
     Returns:
@@ -132,7 +132,7 @@ def attention(
 
     Raises:
         ArgumentError: If shapes do not fit together, or `scale` is not a finite number.
-        ArgumentTypeError: If an argument has another type; arrays must hold real numbers.
+        ArgumentTypeError: If an argument has the wrong type; arrays must hold real numbers.
 
     >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     >>> A
@@ -177,15 +177,15 @@ def linear_attention(
     The matrix has the same methods as the one `attention` returns. A score is log(φ(query) · φ(key)), so the lse is the
     logarithm of a row's sum. If a product is exactly 0, the key counts as masked.
 
-    `A @ value` takes time and memory proportional to the length if the mask cuts through few chunks of keys: no mask,
-    causal, windows, padding, contiguous documents. Only the tiles that it cuts through are computed explicitly, and
-    `A.kernel` says how many. Entries and measures run the block loop, as for `attention`.
+    `A @ value` needs time and memory proportional to the length if the mask is partial in few chunks of keys: no mask,
+    causal, windows, padding, contiguous documents. Only partial tiles are computed explicitly, and `A.kernel` gives
+    their number. Entries and measures run the block loop, as for `attention`.
 
     Args:
         query: (…, heads, q_len, head_dim), or just (q_len, head_dim).
         key: (…, kv_heads, kv_len, head_dim), or just (kv_len, head_dim).
         feature_map: φ: "elu" (elu(x) + 1), "relu", `regard.feature_maps.random_features()`, or a function from an
-            array (…, length, head_dim) to features (…, length, features), none negative.
+            array (…, length, head_dim) to non-negative features (…, length, features).
         mask: Which keys each query may attend to (True = attend). Default: all.
         enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
 
@@ -194,7 +194,7 @@ def linear_attention(
 
     Raises:
         ArgumentError: If shapes do not fit together, or features are negative or have the wrong shape.
-        ArgumentTypeError: If an argument has another type; arrays must hold real numbers.
+        ArgumentTypeError: If an argument has the wrong type; arrays must hold real numbers.
 
     >>> A = linear_attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
     >>> A

@@ -96,14 +96,14 @@ class PartSource(NamedTuple):
 class AttentionMatrix(Generic[ArrayT]):
     """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
-    `regard.attention` and `regard.linear_attention` return it. Nothing of size q_len × kv_len is stored, except by
-    `to_dense()`. Weights and lse have dtype float32 or wider, `A.dtype`. Measures add up in float64 and return it, or
-    float32 on a device without float64. `A @ value` has the dtype of the value.
+    `regard.attention` and `regard.linear_attention` return it. Only `to_dense()` stores anything of size q_len ×
+    kv_len. Weights and lse (the logsumexp of each row) have the dtype `A.dtype`, float32 or wider. Measures accumulate
+    and return float64, or float32 on a device without float64. `A @ value` has the dtype of the value.
 
-    It is not an array. What an array has and a lazy matrix cannot have raises an error that names the call to make. The
-    type parameter is the type of its arrays: `AttentionMatrix[torch.Tensor]`.
+    It is not an array. Array operations that a lazy matrix does not support raise an error that shows the call to make.
+    The type parameter is the type of its arrays: `AttentionMatrix[torch.Tensor]`.
 
-    `copy.deepcopy`, `pickle` and `torch.save` keep the numbers of a matrix but not the graph of their gradients;
+    `copy.deepcopy`, `pickle` and `torch.save` keep the values of a matrix but not their autograd graph;
     `torch.load(file, weights_only=False)` reads it, and `map_location` moves it to another device.
 
     >>> import regard
@@ -225,7 +225,7 @@ class AttentionMatrix(Generic[ArrayT]):
     # Copies
 
     def copy(self) -> AttentionMatrix[ArrayT]:
-        """Return a matrix with copies of query, key and all other arrays, which later changes in place do not reach.
+        """Return a matrix with copies of all its arrays, so that later in-place changes do not affect it.
 
         Gradients do not flow to the original arrays.
 
@@ -239,7 +239,7 @@ class AttentionMatrix(Generic[ArrayT]):
         return copy.deepcopy(self)
 
     def detach(self) -> AttentionMatrix[ArrayT]:
-        """Return a matrix without the graph of its gradients; it shares its arrays with this one."""
+        """Return a matrix without the autograd graph; it shares its arrays with this one."""
         stats = self._get_stats()
         return self._convert(detach, None if stats is None else SoftmaxStats(*map(detach, stats)))
 
@@ -247,8 +247,8 @@ class AttentionMatrix(Generic[ArrayT]):
         """Move the matrix to a device, or convert it to a dtype; gradients flow to the original tensors.
 
         Args:
-            *args: Arguments of `torch.Tensor.to`, such as `"cuda"` or `torch.float64`. A dtype is applied to tensors of
-                real numbers only.
+            *args: Arguments of `torch.Tensor.to`, such as `"cuda"` or `torch.float64`. A dtype is applied to
+                floating-point tensors only.
             **kwargs: Keywords of `torch.Tensor.to`.
 
         Raises:
@@ -270,7 +270,7 @@ class AttentionMatrix(Generic[ArrayT]):
         return self._convert(convert)
 
     def cpu(self) -> AttentionMatrix[ArrayT]:
-        """Move the matrix to the CPU; a matrix of NumPy arrays is there already."""
+        """Move the matrix to the CPU; a matrix of NumPy arrays is returned unchanged."""
         return self.to("cpu") if hasattr(self._spec.key, "is_floating_point") else self
 
     def _convert(self, convert: Any, stats: SoftmaxStats | None = None) -> AttentionMatrix[ArrayT]:
@@ -340,7 +340,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
     @property
     def lazy(self) -> LazyIndexer[ArrayT]:
-        """An indexer for heads and rows that stays lazy: `A.lazy[0, 3]` one head, `A.lazy[..., rows, :]` some rows.
+        """An indexer that returns lazy parts: `A.lazy[0, 3]` is one head, `A.lazy[..., rows, :]` some rows.
 
         >>> import numpy as np, regard
         >>> regard.attention(np.ones((2, 8, 5, 4)), np.ones((2, 8, 5, 4))).lazy[0, 3, 1:3].shape
@@ -433,7 +433,7 @@ class AttentionMatrix(Generic[ArrayT]):
         """The lazy transpose of a matrix of one head, the same as `A.mT`.
 
         Raises:
-            ArgumentError: If the matrix has more axes, all of which `T` would reverse in NumPy.
+            ArgumentError: If the matrix has more than two axes, because NumPy's `T` would reverse all of them.
         """
         if self.ndim != 2:
             raise ArgumentError(
@@ -494,7 +494,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
         Args:
             *measures: Measures; each result is named after its class: `Entropy()` gives `.entropy`.
-            **named: Measures whose results get the names of the keywords.
+            **named: Measures whose results are named after the keywords.
 
         Returns:
             A named tuple with the result of each measure.
@@ -519,7 +519,7 @@ class AttentionMatrix(Generic[ArrayT]):
             **named: Measures, as in `measure`.
 
         Returns:
-            One line for each product, compiled pass and run of the block loop: the kernel, why it was chosen, the
+            One line for each product, compiled pass and run of the block loop, with the kernel, the reason and the
             results.
 
         >>> from regard import Entropy, Received, attention
@@ -542,8 +542,8 @@ class AttentionMatrix(Generic[ArrayT]):
         """Compute the entropy of each row in nats: (…, heads, q_len).
 
         Args:
-            include_sink: Whether the sink counts as one more key. By default the weights of the keys are divided by
-                their sum, so that the sink does not matter.
+            include_sink: Whether the sink counts as one more key. By default, the weights of the keys are divided by
+                their sum, so the sink has no effect.
         """
         return self.measure(Entropy(include_sink=include_sink)).entropy
 
@@ -577,7 +577,7 @@ class AttentionMatrix(Generic[ArrayT]):
     def diagonal(self, offset: int = 0) -> ArrayT:
         """Compute the weights of each query on the key at its own index: (…, heads, entries).
 
-        The diagonal is that of the last two axes.
+        The diagonal runs over the last two axes.
 
         Args:
             offset: Distance of the key from the query: −1 for the previous token.
@@ -626,7 +626,8 @@ class AttentionMatrix(Generic[ArrayT]):
         Args:
             axis: −1 sums over the keys, −2 over the queries (the weight that each key receives), None over everything.
             dim: Synonym of `axis`.
-            **keywords: `keepdim` (or `keepdims`) keeps the axis with size 1; out and dtype have defaults only.
+            **keywords: `keepdim` (or `keepdims`) keeps the axis with size 1; `out` and `dtype` accept only their
+                defaults.
 
         Returns:
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
@@ -736,7 +737,7 @@ class AttentionMatrix(Generic[ArrayT]):
         return np.asarray(self)
 
     def as_linear_operator(self) -> LinearOperator:
-        """Return the matrix of one head as a linear operator of SciPy, for its solvers of large matrices.
+        """Return the matrix of one head as a SciPy `LinearOperator`, for SciPy's iterative solvers.
 
         Products with it and its transpose never store the matrix.
 
@@ -800,7 +801,7 @@ class AttentionMatrix(Generic[ArrayT]):
     ) -> Explanation:
         """Compute the four steps of one query with every number; `print` the result to read them.
 
-        The matrix must have one head. Choose one of several by its index: `A[0, 3].explain(7)`.
+        The matrix must have one head. Select a head by index: `A[0, 3].explain(7)`.
 
         Args:
             query: Position of the query. Negative positions count from the end.
@@ -841,12 +842,12 @@ class AttentionMatrix(Generic[ArrayT]):
     ) -> Page:
         """Build a self-contained HTML page with a zoomable map of one head, down to each weight and its two tokens.
 
-        The page needs no network. It carries query and key in half precision and computes every weight that it shows.
-        It says how far they can be from this matrix's, and whether a point is a maximum, a mean or a sample. A search
-        finds the largest weights between two tokens, and the running text is coloured by what a token attends to. Its
-        address stores the view. Making it takes two passes over the matrix, in O(n) memory.
+        The page needs no network. It contains query and key in half precision and computes the weights from them. It
+        states the error of the weights, and whether a point is a maximum, a mean or a sample. A search finds the
+        largest weights between two tokens, and the running text is coloured by what a token attends to. The URL stores
+        the view. Building the page takes two passes over the matrix, in O(n) memory.
 
-        The matrix must have one head. Choose one of several by its index: `A[0, 3].page(tokens)`.
+        The matrix must have one head. Select a head by index: `A[0, 3].page(tokens)`.
 
         Args:
             tokens: Labels of the keys, kv_len strings, and of the queries if they are the same sequence.

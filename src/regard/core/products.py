@@ -225,18 +225,18 @@ def _multiply_non_finite(weights: Array, scores: Array, part: Array, xp: Namespa
 
 
 def merge_states(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Merge outputs and lse over shards of the keys into those over all keys.
+    """Merge outputs and lse of several shards of the keys into the result over all keys.
 
     Args:
         parts: `(A @ value, A.lse)` of each shard, in any order: (…, q_len, value_dim) and (…, q_len). Shards may be
-            empty. A sink belongs to one shard only: its share is in that shard's lse.
+            empty. Pass a sink to one shard only; it is included in the lse of that shard.
 
     Returns:
         Output (…, q_len, value_dim) and lse (…, q_len) over all keys.
 
     Raises:
         ArgumentError: If there is no part, or the shapes differ.
-        ArgumentTypeError: If the arrays belong to no known library.
+        ArgumentTypeError: If no engine supports the arrays.
 
     >>> import numpy as np, regard
     >>> query, key, value = np.eye(2), np.eye(2), np.array([[1.0], [3.0]])

@@ -46,10 +46,10 @@ class Comparison:
     """Where two runs diverge, and the differences of all layers.
 
     Args:
-        findings: The differences that have a cause of their own, in the order of the layers.
+        findings: The differences that do not follow from an earlier one, in layer order.
         layers: A table with one row for each call: `layer`, `module_a`, `module_b`, `call`, `kind`, the relative
-            differences of `query`, `key`, `value` and `output`, and `weights`, the mean share of weight that moved.
-            NaN stands for what was not recorded or cannot be compared.
+            differences of `query`, `key`, `value` and `output`, and `weights`, the mean share of weight that moved. NaN
+            means not recorded or not comparable.
         notes: Remarks on what was compared, such as lengths that differ.
         output: Relative difference of the output of the model; NaN if it was not compared.
         missing_output: Why the output of the model was not compared; empty if it was.
@@ -125,7 +125,7 @@ class Comparison:
     def table_rows(self) -> tuple[list[str], list[list[str]]]:
         """Return the table as texts: the names of its columns, and its rows.
 
-        Modules of run B are left out if they have the names of run A, and columns that are empty.
+        Empty columns are omitted, and so are modules of run B if they have the same names as in run A.
         """
         rows = self.layers
         same = all(row["module_a"] == row["module_b"] for row in rows)
@@ -206,28 +206,28 @@ def compare(
     - settings: "mask", "bias", "softcap", "sinks", "dropout", "scale";
     - vectors: "positions turned", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
       "projection";
-    - modules: "module", the first one that reads the same in both runs and returns something else, or the code between
-      two modules: a norm, a feed-forward part, an activation, the embedding, the head of the model;
-    - "NaN or inf" that one run has, with the module in which they began; reported before anything else;
+    - modules: "module", the first module with equal inputs and different outputs, or the code between two modules: a
+      norm, a feed-forward layer, an activation, the embedding, the head of the model;
+    - "NaN or inf" in only one run, with the module where it began; reported before anything else;
     - data: "other tokens", "encoder states", "cache";
-    - the rest: "output" (although everything before agrees), "weights" (of a layer that computes its own softmax),
+    - other: "output" (although everything before it agrees), "weights" (of a layer that computes its own softmax),
       "shape", "layers missing", "measures".
 
     If the runs agree, the kind is "no difference" (bit for bit), "rounding", or "equivalent": queries and keys differ,
     but not their scores. A difference counts as rounding if it is within twice the error rule's tolerance for the
-    less precise dtype, relative to the norm of the rows, plus twice the difference of the layer before. Padding is not
-    compared.
+    less precise dtype, relative to the norm of the rows, plus twice the difference in the previous layer. Padding is
+    not compared.
 
-    After the first difference, later layers differ because of it (kind "inherited"), and only differences of settings
-    are reported. Record with `watch(values=True)` to compare values, the output of the model, and its modules: of the
-    first pass, a recording holds what each module read and returned, at most 32 tokens of it. Modules inside torch's
-    own `nn.MultiheadAttention` and `nn.Transformer…` layers are not recorded.
+    After the first difference, later layers differ because of it (kind "inherited"), so only differences in settings
+    are reported. Record with `watch(values=True)` to compare values, the output of the model, and its modules. Such a
+    recording holds the inputs and outputs of each module in the first pass, for at most 32 tokens. Modules inside
+    torch's own `nn.MultiheadAttention` and `nn.Transformer…` layers are not recorded.
 
     Args:
-        a: The run that is known to be right, if there is one: a recording, or a model.
+        a: The reference run, if one is known to be right: a recording, or a model.
         b: The other run.
-        inputs: What models are run on: a tensor, or a mapping with their keyword arguments.
-        inputs_b: What model B is run on, if it needs other inputs.
+        inputs: Inputs of the models: a tensor, or a mapping with their keyword arguments.
+        inputs_b: Inputs of model B, if it needs different inputs.
         tokens_a: Tokens of run A, (n,) or (batch, n); rows from the first token that differs on are not compared.
         tokens_b: Tokens of run B.
 

@@ -66,31 +66,31 @@ def doctor(
 ) -> Findings:
     """Diagnose the attention of a model by experiment: run it on changed inputs, and compare.
 
-    The model runs on the inputs under the lens, and `Recording.diagnose` checks what was captured. If there is NaN or
-    inf, the module in which it began is reported, and nothing else. Then the model runs at most 60 times on short
-    sequences of the same tokens: again, with another last token, with two tokens swapped, padded on either side and
-    alone, with shifted positions, in pieces with a cache, padded and with a cache, in float32, with one token
-    everywhere to measure how rotary positions turn queries and keys. Queries, keys and outputs are compared with the
-    linear layers around them, and where outputs differ that should not, the module in which it begins is named. No
-    reference is needed: what is checked holds for every model.
+    The model runs on the inputs under the lens, and `Recording.diagnose` checks the recording. If there is NaN or inf,
+    only the module where it began is reported. Otherwise the model runs at most 60 more times on short sequences of the
+    same tokens: unchanged, with another last token, with two tokens swapped, padded on either side, with shifted
+    positions, in pieces with a cache, padded and with a cache, in float32, and with one token everywhere to measure
+    rotary positions. Queries, keys and outputs are compared with the linear layers around them. If outputs differ that
+    should be equal, the first module that differs is named. No reference model is needed, because every correct model
+    passes these checks.
 
-    The result lists the experiments that were run, and the others with the reason. The parameters of the model decide:
-    `attention_mask`, `position_ids`, `past_key_values` and `use_cache`, as in transformers; wrappers such as DDP, peft
-    and modules that pass their arguments on are looked through. For other models, `forward` and `cached` say how to
-    call them.
+    The result lists the experiments that ran, and gives the reason for those that did not. An experiment runs if
+    `forward` of the model has the parameters it needs: `attention_mask`, `position_ids`, `past_key_values` and
+    `use_cache`, as in transformers. Wrappers such as DDP and peft are supported. For other models, pass `forward` and
+    `cached`.
 
     Args:
-        model: The model. It runs in eval mode, without gradients, and is left as it was.
-        inputs: Token ids, (batch, n), or a mapping with the keyword arguments of the model, such as a tokenizer
-            returns.
-        causal: True if no token may attend to later ones, False if any may. By default it is inferred: from the masks
-            of most layers, or because the model returns a cache. The findings' `scope` says so.
+        model: The model. It runs in eval mode without gradients; its state is restored afterwards.
+        inputs: Token ids, (batch, n), or a mapping with the keyword arguments of the model, such as the output of a
+            tokenizer.
+        causal: True if no token may attend to later tokens, False if any may. By default, it is inferred from the masks
+            of most layers, or because the model returns a cache; `scope` of the findings says so.
         forward: A function of token ids and attention mask, (batch, n) each, that returns the outputs of all tokens,
             (batch, n, …), if `model(input_ids=…, attention_mask=…)` does not.
         cached: A function of token ids, (batch, n), and the sizes of pieces. It runs them one after another with a
             cache, and returns the outputs of all tokens, (batch, n, …).
         tokens: The tokens as texts, for diagnose; "[PAD]" marks padding if there is no attention mask.
-        recording: A recording of the model on these inputs, if there already is one.
+        recording: An existing recording of the model on these inputs.
 
     Returns:
         Findings with severity, location, evidence and hint, and the checks and experiments that were run or not.

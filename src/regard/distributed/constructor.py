@@ -49,7 +49,7 @@ def attention(
         mask: Which keys each query may attend to, in positions of the whole sequence. Default: all.
         score_mod: One or several score modifications.
         scale: Factor of the products of query and key. Default: 1/√head_dim.
-        sink: A score, or one for each head (heads,), that takes its share of every row and belongs to no key.
+        sink: An extra score in the softmax of every row that has no key: a number, or one for each head, (heads,).
         enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
         layout: "contiguous": rank r holds the r-th part of the sequence. "zigzag": rank r of W holds chunks r and
             2W − 1 − r of 2W, so that a causal mask is the same work for all ranks; `shard` splits a sequence that way.

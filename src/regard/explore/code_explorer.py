@@ -118,15 +118,15 @@ def code(
     notes: Mapping[int | str, str] | None = None,
     **kwargs: Any,
 ) -> Page:
-    """Build a page that goes through a call of `function(*args, **kwargs)` line by line, with the values.
+    """Build a page that shows a call of `function(*args, **kwargs)` line by line, with the values.
 
     Without a function, the page shows attention written in NumPy, in PyTorch and as a built-in call, all three run on
     the example of the book. A click on a line explains it in plain words and shows the numbers that it produced.
 
     With a function, it is called once and traced: every line, every iteration of a loop, every call of a function of
     the same module, and every value returned, yielded or raised. An exception ends the trace and is not raised again.
-    Each line is explained by the comment beside or above it, a `def` by its docstring. Of long arrays the page keeps
-    both ends, of long calls the first 2000 steps.
+    Each line is explained by the comment beside or above it, a `def` by its docstring. The page keeps both ends of long
+    arrays, and the first 2000 steps of long calls.
 
     Args:
         function: Function to call, written in Python. Default: the three listings.
@@ -138,7 +138,7 @@ def code(
         The page.
 
     Raises:
-        ArgumentError: If the function has no Python source, no line of it ran, or a note matches no line.
+        ArgumentError: If the function has no Python source, its body did not run, or a note matches no line.
 
     >>> from regard.explore import code
     >>> code()

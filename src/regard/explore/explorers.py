@@ -151,13 +151,13 @@ def pipeline(
 
     The page plays the computation one product at a time, or shows the product of the cell that the reader clicks. The
     reader changes numbers in the cells, switches off the scaling and switches on a causal mask. If the tokens are both
-    queries and keys, the reader can also type a sentence. Without a value the page ends at the weights.
+    queries and keys, the reader can also type a sentence. Without a value, the page ends with the weights.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
         key: Keys, `(kv_len, head_dim)`.
         value: Values, `(kv_len, value_dim)`.
-        tokens: Names of the keys, and of the queries too if there are as many.
+        tokens: Labels of the keys, and also of the queries if there are as many.
         mask: Mask of the matrix.
 
     Returns:
@@ -215,14 +215,14 @@ def weights(
     """Build a page with the weights as an image, queries down and keys across, and the output beside it.
 
     The reader chooses a cell with the pointer or the arrow keys and sees its computation, switches between weights and
-    scores, and switches on a causal mask. A sentence says where each query looks. Up to 24 × 24 the page has all
-    sentences and the weights as a table. Numbers are embedded as float32.
+    scores, and switches on a causal mask. A sentence describes what each query attends to. Up to 24 × 24 the page has
+    all sentences and the weights as a table. Numbers are embedded as float32.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
         key: Keys, `(kv_len, head_dim)`. At most 512 × 512 weights.
         value: Values, `(kv_len, value_dim)`. Without them the page has no output.
-        tokens: Names of the keys, and of the queries too if there are as many.
+        tokens: Labels of the keys, and also of the queries if there are as many.
         mask: Mask of the matrix.
 
     Returns:
@@ -299,7 +299,7 @@ def geometry(
         query: Queries of one head, `(q_len, 2)`. Default: the pronoun of the book.
         key: Keys, `(kv_len, 2)`.
         value: Values, `(kv_len, 2)`. Without them the page has only the first plane.
-        tokens: Names of the keys, and of the queries too if there are as many.
+        tokens: Labels of the keys, and also of the queries if there are as many.
         mask: Mask of the matrix.
 
     Returns:
@@ -372,13 +372,13 @@ def training(
 ) -> Page:
     """Build a page with the maps of heads and the loss at checkpoints of a training run, and a slider over them.
 
-    Keep the weights of one text at some steps of the training, and pass them all. Numbers are embedded as float32.
+    Record the weights of one text at some training steps, and pass them all. Numbers are embedded as float32.
 
     Args:
-        steps: The steps of training at which the checkpoints were made, ascending.
+        steps: The training steps of the checkpoints, ascending.
         loss: Up to three curves by name, each `(checkpoints,)`. The first is drawn on top.
         weights: Weights of one text, `(checkpoints, heads, q_len, kv_len)`. At most 512 × 512 in all.
-        tokens: Names of the keys, and of the queries too if there are as many.
+        tokens: Labels of the keys, and also of the queries if there are as many.
         heads: Names of the heads. Default: their numbers.
 
     Returns:
@@ -567,16 +567,16 @@ def cost(
 ) -> Page:
     """Build a page that computes attention one multiplication at a time with counters, then doubles the length.
 
-    The reader plays, steps forwards and backwards, or skips to the next cell. The steps are those of
-    `learn.iter_multiplications` and the counters those of `learn.attention_by_loops`, which skip masked entries. A
-    slider doubles the length up to 1024 times: it shows the n × n cells and the row of `learn.cost_table` for each
-    length, in float64 as in the loops.
+    The reader plays, steps forwards and backwards, or skips to the next cell. The steps come from
+    `learn.iter_multiplications` and the counters from `learn.attention_by_loops`, which skip masked entries. A slider
+    doubles the length up to 1024 times: it shows the n × n cells and the row of `learn.cost_table` for each length, in
+    float64 as in the loops.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: three tokens with three entries each.
         key: Keys, `(kv_len, head_dim)`.
         value: Values, `(kv_len, value_dim)`. At most 1000 multiplications in all.
-        tokens: Names of the keys, and of the queries too if there are as many.
+        tokens: Labels of the keys, and also of the queries if there are as many.
         mask: Mask of the matrix.
 
     Returns:
@@ -675,14 +675,14 @@ PUSHES = 120  # rounds in which words that overlap are moved apart
 
 
 def model(text: str = DEFAULT_TEXT, *, path: str | os.PathLike[str] | None = None) -> Page:
-    """Build a page with a small GPT that runs in it: it reads what the reader types and writes on.
+    """Build a page with a small GPT that runs in the browser and continues the text that the reader types.
 
     The model is `regard.learn.TinyGPT`. It has 3.9 million parameters, reads words and pieces of words, and was trained
     on children's stories (`examples/stories`). The page shows its guess for the next token with temperature and top-k,
     the guess after every layer, the map of each head for the reader's text, and the unembedding of some words. A click
-    on a cell of a map shows how its weight arose: query, key, score, softmax, value, and what it adds to the residual
-    stream. Heads can be switched off. The page computes in float64, in a worker, in JavaScript; the weights are stored
-    as int8.
+    on a cell of a map shows how its weight was computed: query, key, score, softmax, value, and what it adds to the
+    residual stream. Heads can be switched off. The page computes in JavaScript, in float64, in a web worker; the
+    weights are stored as int8.
 
     Args:
         text: Text that the page opens with.
@@ -755,7 +755,7 @@ FAST_MEMORY, SLOW_BANDWIDTH = 196_608, 1.5e12
 
 
 def memory() -> Page:
-    """Build a page that counts the bytes which attention moves to and from memory, step by step and fused.
+    """Build a page that counts the bytes that step-by-step and fused attention move to and from memory.
 
     The reader chooses the length, the entries of a head and the queries of a tile. `learn.Cost` counts the same bytes.
 

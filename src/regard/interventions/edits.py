@@ -34,7 +34,7 @@ _SELECTIONS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Edit:
-    """A change of some heads of some layers; `knockout` and the other functions of the package return one.
+    """An edit of some heads in some layers; `knockout` and the other functions of the package return it.
 
     Args:
         layers: Numbers of attention layers, in the order in which they run, names of modules, or patterns with `*`;
@@ -55,7 +55,7 @@ class Edit:
 
     @property
     def name(self) -> str:
-        """Name of the function that returns such an edit."""
+        """Name of the function that returns this kind of edit."""
         return type(self).__name__.removesuffix("Edit").lower()
 
     def selects(self, name: str, number: int | None) -> bool:
@@ -135,8 +135,8 @@ def knockout(
 ) -> Edit:
     """Mask the edges between some queries and some keys; the other weights of these rows are renormalised.
 
-    Positions are those of the whole sequence, so that an edit continues over the cached steps of `generate()`. Negative
-    ones count from the end of what the model has read so far. A row that loses all its keys becomes zeros.
+    Positions refer to the whole sequence, so an edit also applies in the cached steps of `generate()`. Negative
+    positions count from the end of what the model has read so far. A row that loses all its keys becomes zeros.
 
     Args:
         layers: Numbers of attention layers, in the order in which they run, names of modules, or patterns with `*`.
@@ -160,7 +160,7 @@ def knockout(
 
 
 def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: Heads = None) -> Edit:
-    """Restrict heads to what a mask allows, in addition to the mask of the model.
+    """Restrict heads to the keys that a mask allows, in addition to the mask of the model.
 
     Args:
         layers: Layers, as in `knockout`.
@@ -222,8 +222,8 @@ def ablate(
     Args:
         layers: Layers, as in `knockout`.
         heads: Query heads. Default: all.
-        baseline: What the output is replaced by: "zero"; "mean", the mean of the head's output over the tokens of this
-            run, without padding; or a recording made with `watch(values=True)`, for the mean over its tokens. A number
+        baseline: Replacement for the output: "zero"; "mean", the mean of the head's output over the tokens of this run,
+            without padding; or a recording made with `watch(values=True)`, for the mean over its tokens. A number
             multiplies the output.
         queries: Tokens at which the output is replaced, as in `knockout`. Default: all.
         batch: Batch entries. Default: all.
@@ -268,12 +268,12 @@ def patch(
     Args:
         layers: Layers, as in `knockout`.
         source: Recording of the other run. For "output" and "value", one made with `watch(values=True)`.
-        what: "pattern" applies the weights of the other run to this run's values; in the rows that the other run has,
-            it replaces other changes of these weights. "output" takes the output before the output projection. "value"
-            applies this run's weights to the values of the other run.
+        what: "pattern" applies the weights of the other run to this run's values; in the rows that exist in the other
+            run, it replaces other edits of these weights. "output" takes the output before the output projection.
+            "value" applies this run's weights to the values of the other run.
         heads: Query heads. Default: all.
-        queries: Tokens whose row is patched, as in `knockout`. Default: all that the other run has. A value is read by
-            every row.
+        queries: Tokens whose row is patched, as in `knockout`. Default: all rows of the other run. Not allowed for a
+            value, which every row reads.
         batch: Batch entries. Default: all. A source with fewer batch entries is repeated.
 
     Returns:

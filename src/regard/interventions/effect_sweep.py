@@ -60,25 +60,25 @@ def effects(
     batch_size: int = BATCH_SIZE,
     progress: Callable[[], None] | None = None,
 ) -> EffectTable:
-    """Measure how much a metric changes with each edit: a table with one row for each, in the order given.
+    """Measure how much a metric changes with each edit; return a table with one row per edit, in the order given.
 
-    By default each head is ablated by itself. The edits run in batches, and the layers before the edited one are not
-    computed again, so the heads of a model cost about half of as many forward passes.
+    By default, each head is ablated separately. The edits run in batches, and layers before the edited layer are not
+    recomputed, so a sweep over n heads costs about n / 2 forward passes.
 
-    The edits run one by one, whatever `batch_size` is, if the metric of an entry depends on the rest of the batch. This
-    also holds for layers that attend over other entries than those of the batch, such as windows of an image, and for a
-    model that `intervene` already edits.
+    Edits run one by one, whatever `batch_size` is, if the metric of an entry depends on the rest of the batch, if a
+    layer attends across batch entries (such as windows of an image), or if `intervene` already edits the model.
 
     Args:
         model: The model, in eval mode.
-        inputs: What the model is called with: a tensor (batch, …), or a mapping of keyword arguments.
+        inputs: Inputs of the model: a tensor (batch, …), or a mapping of keyword arguments.
         metric: Function from the model's output to one number for each batch entry, (batch,), such as
-            `logit_difference(…)`. It may also return a single number: then the edits run one by one.
-        edits: "heads" for each head of each layer by itself; or edits, each an edit or a list of edits that apply at
-            once.
-        baseline: With "heads", what the output of a head is replaced by, as in `ablate`. "mean", here and in edits, is
-            the mean of the run without edits, also if several edits apply at once. A recording, made with
-            `watch(values=True)`, resamples heads: each takes its output in that run, as `patch(what="output")` does.
+            `logit_difference(…)`. If it returns a single number, the edits run one by one.
+        edits: "heads" to edit each head separately, or a list whose entries are edits or lists of edits that apply
+            together.
+        baseline: With "heads", the replacement for the output of a head, as in `ablate`. "mean", here and in edits, is
+            the mean of the run without edits, even if several edits apply together. A recording made with
+            `watch(values=True)` replaces the output of each head by its output in that run, as `patch(what="output")`
+            does.
         queries: With "heads", the tokens at which heads are edited.
         keys: With "heads", knock out these keys instead of ablating the heads.
         layers: With "heads", the layers: numbers, names or patterns. Default: all.
@@ -87,14 +87,14 @@ def effects(
         progress: Called after each edit.
 
     Returns:
-        A table. With "heads": `module`, `layer`, `head`, `metric` and `effect`, the metric minus that of the unchanged
-        model. With edits: `edit`, `metric` and `effect`. Means over the batch entries. `table.page()` and
-        `regard.plot.effects(table)` draw it.
+        A table. With "heads": `module`, `layer`, `head`, `metric` and `effect`, the metric minus the metric of the
+        unedited model. With edits: `edit`, `metric` and `effect`. Values are means over the batch entries.
+        `table.page()` and `regard.plot.effects(table)` draw it.
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
-        ArgumentError: If the metric returns something else, there is no such layer, or `batch_size` is not a whole
-            number from 1.
+        ArgumentError: If the metric returns something else, there is no such layer, or `batch_size` is not a positive
+            integer.
 
     >>> import regard, torch
     >>> from regard.interventions import effects

@@ -45,18 +45,18 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Attribution:
-    """How much each head and each edge adds to a metric, to first order; `attribution` returns it.
+    """First-order effects of each head and edge on a metric; `attribution` returns it.
 
     Attributes:
         metric: The value of the metric, the mean over the batch.
-        heads: One row for each layer and head, those with the largest |effect| first: `module`, `layer`, `call`,
-            `head`; `effect`, the sum of gradient · (baseline − output), which estimates what `effects` measures;
-            `output`, the sum of gradient · output; and `attention`, the sum of |gradient · weight| over all edges.
+        heads: One row for each layer and head, largest |effect| first: `module`, `layer`, `call`, `head`; `effect`, the
+            sum of gradient · (baseline − output), which estimates what `effects` measures; `output`, the sum of
+            gradient · output; and `attention`, the sum of |gradient · weight| over all edges.
         edges: The edges of each head with the largest |gradient · weight|, largest first: `module`, `layer`, `call`,
             `head`, `query`, `key` (positions), `batch`, `weight`, `gradient` and their `product`.
         completeness: With `steps` > 1, one row for each layer: `module`, `layer`; `effect`, the sum over its heads;
-            `change`, the change of the metric if all outputs of the layer are those of the baseline; `gap`, how far
-            the two are apart; and `points`, the number of gradients that were taken. Without steps it is empty.
+            `change`, the change of the metric if all outputs of the layer are replaced by the baseline; `gap`, the
+            difference of the two; and `points`, the number of gradients computed. Empty without steps.
         gradients: For each layer that was called once, dL/dO: (…, heads, q_len, value_dim).
         recording: The recording of the run, with values, outputs and graph.
 
@@ -81,7 +81,7 @@ class Attribution:
 
         Args:
             name: Name of the module, called once.
-            queries: Positions as a slice, an integer or a list. Default: all, which takes q_len × kv_len numbers for
+            queries: Positions as a slice, an integer or a list. Default: all, which needs q_len × kv_len numbers for
                 each head.
 
         Returns:
@@ -142,29 +142,29 @@ def attribution(
 ) -> Attribution:
     """Attribute a metric to every head and edge of a model, by one forward and one backward pass.
 
-    For each head it computes gradient · output, and for each edge gradient · weight. Both are estimates of first order.
-    The first estimates how the metric changes if the head is ablated: attribution patching (Nanda 2023; Syed et al.,
-    2310.10348); `effects` measures it. The gradient of the weights, dL/dA = dL/dO · Vᵀ, is made in tiles,
-    so the memory is O(n). Summed over a row, gradient · weight is gradient · output, up to rounding.
+    For each head it computes gradient · output, and for each edge gradient · weight. Both are first-order estimates.
+    The first estimates how the metric changes if the head is ablated, which `effects` measures: attribution patching
+    (Nanda 2023; Syed et al., 2310.10348). The gradient of the weights, dL/dA = dL/dO · Vᵀ, is computed in tiles, so
+    memory is O(n). Summed over a row, gradient · weight equals gradient · output up to rounding.
 
     Args:
-        model: The model, in eval mode. Its parameters and their gradients are left as they are.
+        model: The model, in eval mode. Its parameters and their gradients are not changed.
         inputs: Token ids, or any tensor that the model takes as its first argument; or a mapping with the keyword
             arguments of the model.
         metric: A function from the model's output to one number for each batch entry, (batch,), or to a single number,
             such as `logit_difference(…)`. Its mean over the batch is attributed.
-        baseline: What an ablated head would return instead: "zero"; "mean", the mean of its outputs over the tokens of
-            the batch, without padding; or a recording of another run with `watch(values=True)`, whose outputs are used.
-        steps: Largest number of points at which the gradient of `effect` is taken, for each layer. One point, the model
-            itself, takes one backward pass for all layers. A gradient says little where a softmax is saturated. With
-            more points, `effect` is integrated along the path from the outputs of a layer to the baseline, one layer
-            at a time (integrated gradients, Sundararajan et al., 1703.01365). Added up over the heads of a layer it
-            should be the change of the metric if the layer is ablated. `completeness` says how far it is from that,
-            and points are added where it is not, at least 3 in all. The other columns and the edges do not depend on
-            it.
-        max_gap: Gap at which no more points are added to a layer, as a share of the range of the metric along its path:
-            the gaps of all parts of the path together. If it is larger after `steps` points, there is a warning. Jumps
-            of the metric, such as those of a router, leave a gap that no number of points closes.
+        baseline: Output of an ablated head: "zero"; "mean", the mean of its outputs over the tokens of the batch,
+            without padding; or a recording of another run with `watch(values=True)`, whose outputs are used.
+        steps: Maximum number of points per layer at which the gradient for `effect` is computed. With one point, the
+            model itself, one backward pass serves all layers, but the gradient is not informative where a softmax is
+            saturated. With more points, `effect` is integrated along the path from the outputs of a layer to the
+            baseline, one layer at a time (integrated gradients, Sundararajan et al., 1703.01365). Summed over the heads
+            of a layer, it should equal the change of the metric if the layer is ablated. `completeness` gives the gap,
+            and points are added where it is large, at least 3 in total. The other columns and the edges do not depend
+            on `steps`.
+        max_gap: Points are added to a layer until its gap, summed over the path, is below this fraction of the range of
+            the metric along the path. If the gap is larger after `steps` points, there is a warning. Jumps of the
+            metric, such as at a router, leave a gap that more points cannot close.
         edges: Number of edges of each head to list.
 
     Returns:

@@ -58,12 +58,12 @@ def intervene(
 
     The model keeps its kernels. Only the heads and rows that an edit touches are computed differently, and everything
     else is bit-identical. Edits apply in `forward` and `generate()`, by positions of the whole sequence, and gradients
-    flow through them. Interventions may be nested, with each other and with `regard.watch`, which then records what the
-    edits leave.
+    flow through them. Interventions may be nested, also with `regard.watch`, which then records the attention after the
+    edits.
 
     Edits apply in the thread or asyncio task that enters the block, and in tasks that it starts there. Other threads
-    run the model without them. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply where a
-    backward pass runs a part of the model again, in the block or after it.
+    run the model without them. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply when a
+    backward pass reruns part of the model, inside the block or after it.
 
     Within a layer, masks and score modifications come first, then patterns and values of other runs, then outputs.
 
@@ -71,14 +71,14 @@ def intervene(
         model: The model, as in `regard.watch`.
         edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`.
         tokens: Tokens in which texts are looked up: of the keys, (n,) or (batch, n), and of the queries if they are the
-            same sequence. Of an encoder-decoder model, the tokens that the encoder reads.
+            same sequence. For an encoder-decoder model, the tokens that the encoder reads.
         query_tokens: Tokens of the queries of cross-attention, which the decoder reads.
         record: Record the attention after the edits, as `regard.watch` does: `run.recording`.
         values: Record value and output as well.
 
     Returns:
         A context manager; `with` binds the `Intervention`. If an edit names layers that do not run in the block, or
-        positions that no sequence has, a warning says so when the block ends.
+        positions that no sequence has, a warning is issued when the block ends.
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.

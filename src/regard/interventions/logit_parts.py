@@ -29,13 +29,13 @@ OPERATION = "logit_attribution"
 
 @dataclass(frozen=True)
 class LogitAttribution:
-    """What the parts of a model add to a logit, or to the difference of two; `logit_attribution` returns it.
+    """What each part of a model adds to a logit or logit difference; `logit_attribution` returns it.
 
     Attributes:
-        logit: The logit, or the difference. If the model limits its logits by a soft cap, it is the one before the cap.
-        parts: One row for each part, in the order in which they run: `part` ("embedding", "head", "mlp" for what
-            else a block adds, "bias"), `module`, `layer` and `head` (None for a part without one), and `logit`, what it
-            adds. The column adds up to `logit`.
+        logit: The logit, or the difference. If the model has a soft cap on its logits, it is the value before the cap.
+        parts: One row for each part, in the order in which they run: `part` ("embedding", "head", "mlp" for everything
+            else that a block adds, "bias"), `module`, `layer` and `head` (None for a part without one), and `logit`,
+            what it adds. The column adds up to `logit`.
 
     >>> from regard.interventions import LogitAttribution
     >>> from regard.lens import Table
@@ -70,9 +70,9 @@ def logit_attribution(
     """Split a logit into what each head, MLP, embedding and bias adds to it directly.
 
     The logit is linear in the last residual stream if the scale of the final norm is fixed, and the stream is the sum
-    of what every part added. Effects of a part through later layers are not counted; `attribution` and `effects` count
-    them. The output projections, the norms and the unembedding are found by their numbers. If the parts do not add up,
-    the model is refused.
+    of what all parts added. Effects of a part through later layers are not counted; `attribution` and `effects` include
+    them. The output projections, the norms and the unembedding are identified by their values. If the parts do not add
+    up, an error is raised.
 
     Args:
         model: A causal language model in eval mode, whose blocks add to a stream (pre-norm).
@@ -87,7 +87,7 @@ def logit_attribution(
 
     Raises:
         ArgumentTypeError: If `inputs` has the wrong type.
-        ArgumentError: If the model cannot be split into parts; the message says why.
+        ArgumentError: If the model cannot be split into parts, or the parts do not add up; the message says why.
         IndexOutOfRangeError: If there is no such token, position or batch entry.
         NotCapturedError: If a layer was not captured.
 

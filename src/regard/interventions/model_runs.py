@@ -94,7 +94,7 @@ def logit_difference(answer: Any, wrong: Any = None, position: int = -1) -> Metr
         position: Position of the token that predicts the answer; −1 is the last.
 
     Returns:
-        A function from the output of a model (its logits, or an object that has them) to a tensor (batch,).
+        A function that maps the output of a model (logits, or an object with `.logits`) to a tensor (batch,).
 
     >>> import torch
     >>> metric = logit_difference(answer=2, wrong=0)

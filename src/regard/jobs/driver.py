@@ -41,7 +41,7 @@ INTERVAL = 0.1
 
 
 class Progress(NamedTuple):
-    """How far a run is. Counts include the shards committed by earlier runs.
+    """Progress of a run. Counts include the shards committed by earlier runs.
 
     Attributes:
         documents: Documents measured.

@@ -20,7 +20,7 @@ from regard.jobs.model_runner import ModelInfo, ModelSpec, NotFiniteError
 
 
 class SurveyError(RegardError, RuntimeError):
-    """A run over a corpus that cannot continue. Committed shards are kept, and the same call resumes the run."""
+    """Error that stops a run over a corpus. Committed shards are kept, and the same call resumes the run."""
 
 
 def main(channel: int, parent: int) -> None:

@@ -216,12 +216,13 @@ OPERATION = "recording.align"
 
 @dataclass(frozen=True)
 class Alignment:
-    """The times of the tokens of a transcript. `Recording.align` makes it.
+    """The times of the tokens in a transcript, returned by `Recording.align`.
 
     Args:
         ids: The generated tokens, n of them.
-        times: (n,), the end of each token in seconds, which is the start of the next; transformers calls them
-            `token_timestamps`. The last token was not fed back to the model, so it ends with the one before it.
+        times: (n,), the end of each token in seconds, which is the start of the next token; transformers calls them
+            `token_timestamps`. The last token was not fed back to the model, so it ends at the same time as the token
+            before it.
         matrix: (n or n − 1, frames), mean over the heads of the standardised weights, which was warped.
         path: Rows and columns of `matrix` on the path, in order.
         seconds_per_frame: Length of a frame.
@@ -247,7 +248,7 @@ class Alignment:
         """Return a table with one row for each token: `token`, and `start` and `end` in seconds.
 
         Args:
-            tokenizer: A tokenizer of transformers, for texts in place of ids.
+            tokenizer: A transformers tokenizer, to show texts instead of ids.
 
         Returns:
             The table.
@@ -262,7 +263,8 @@ class Alignment:
 
         A word starts at a token that adds a space to the text, or at a punctuation mark. Opening marks then belong to
         the word after them, closing marks to the word before. Tokens that are part of a character stay together.
-        Special tokens and timestamps belong to no word. This is the grouping of Whisper and of transformers' pipeline.
+        Special tokens and timestamps do not belong to a word. Whisper and the transformers pipeline group tokens in the
+        same way.
 
         Args:
             tokenizer: A tokenizer of transformers.

@@ -99,24 +99,24 @@ def look(
     tokenizer: Any = None,
     title: str | None = None,
 ) -> Page:
-    """Run a model under the lens, and build the page with every head: what the command `regard look` writes.
+    """Run a model under the lens and build a page with every head, as the command `regard look` does.
 
-    Without arguments, it shows a small trained model that comes with regard, on a sentence. For several looks at one
-    run, record it with `regard.watch` and call `recording.page`.
+    Without arguments, it shows a small trained model that comes with regard, on a sentence. To look at one run several
+    times, record it with `regard.watch` and call `recording.page`.
 
     Args:
-        model: What `regard.models.load` takes: a folder, a name on the Hub or `module:function`; or a model. The
+        model: A model, or a name for `regard.models.load`: a folder, a name on the Hub or `module:function`. The
             default comes with regard.
         text: A text to run the model on. With `audio`, its transcript.
-        inputs: What the model is called with, in place of a text: a tensor, or a mapping with keyword arguments, such
-            as a tokenizer returns.
+        inputs: Inputs of the model instead of a text: a tensor, or a mapping with keyword arguments, such as the output
+            of a tokenizer.
         image: An image to run the model on, as in `Recording.page`.
         audio: A WAV file to run the model on.
         generate: Let the model generate up to this many tokens, greedily.
         layers: Record only these modules: names or patterns with `*`, with everything inside them. Default: all.
         max_tokens: Truncate the text to this many tokens.
-        dtype: Dtype of the weights of a model that is loaded, as in `regard.models.load`.
-        trust_remote_code: Run code that comes with a model that is loaded.
+        dtype: Dtype of the weights of a loaded model, as in `regard.models.load`.
+        trust_remote_code: Run code that comes with a loaded model.
         tokenizer: Tokenizer or processor of a `torch.nn.Module`.
         title: Title of the page. Default: the model and what it ran on.
 

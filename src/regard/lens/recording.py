@@ -40,7 +40,7 @@ __all__ = ["EmptyRecordingWarning", "Recording", "load_recording"]
 
 
 class EmptyRecordingWarning(UserWarning):
-    """Nothing was captured in the block of a `regard.watch`; the message says what did not run, and what to do.
+    """Warning that a `regard.watch` block captured nothing; the message says what did not run, and what to do.
 
     >>> import regard, torch, warnings
     >>> with warnings.catch_warnings(record=True) as caught:
@@ -127,11 +127,11 @@ def _grow_without_cache(groups: Sequence[JoinedCalls]) -> bool:
 class Recording(Mapping[str, AttentionMatrix]):
     """The attention matrices of a model's layers by module name, in the order in which the layers ran.
 
-    `recording[name]` is a lazy `AttentionMatrix`. If a layer was called several times and the keys of each call extend
-    those of the last (prefill and steps of `generate()`), the calls are one matrix with one row for each token.
-    Otherwise `recording[name]` raises `ArgumentError`, and `recording.calls(name)` has each call.
+    `recording[name]` is a lazy `AttentionMatrix`. If a layer was called several times and each call extends the keys of
+    the previous one (prefill and steps of `generate()`), the calls form one matrix with one row for each token.
+    Otherwise `recording[name]` raises `ArgumentError`, and `recording.calls(name)` lists the calls.
 
-    Recordings are made by `regard.watch` and `regard.load_recording`.
+    `regard.watch` and `regard.load_recording` return recordings.
 
     >>> import regard, torch
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -233,7 +233,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         return joined.call.matrix
 
     def calls(self, name: str) -> tuple[Call, ...]:
-        """Return the record of each call of a layer; the calls of one cache are one.
+        """Return the calls of a layer; calls that share a cache are joined to one.
 
         Args:
             name: Name of the module.
@@ -262,7 +262,7 @@ class Recording(Mapping[str, AttentionMatrix]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: queries, keys, lse, and masks of q_len × kv_len that intervals could not replace."""
+        """Bytes held: queries, keys, lse, and masks that had to be stored as q_len × kv_len."""
         groups = self._joined_calls.values()
         return sum(joined.nbytes for calls in groups for joined in calls) + count_mask_bytes(
             self._joined_calls
@@ -297,16 +297,16 @@ class Recording(Mapping[str, AttentionMatrix]):
         and means over the tokens of all batch entries, without padding:
 
         - `entropy`: −Σⱼ Aᵢⱼ ln Aᵢⱼ, nats (Zhai et al., 2303.06296: near 0 a head has collapsed).
-        - `first`: Aᵢₖ at the first token k, the sink (α₁ of Gu et al., 2410.10781; above 0.3 they call it one).
+        - `first`: Aᵢₖ at the first token k (α₁ of Gu et al., 2410.10781, who call it a sink above 0.3).
         - `previous`: Aᵢ,ᵢ₋₁, over i ≥ 1 (the previous-token heads of Olsson et al., 2209.11895).
         - `distance`: Σⱼ Aᵢⱼ |i − j| (Vig & Belinkov, 1906.04284).
         - `within_16`, `within_128`: the weight on keys less than 16 or 128 tokens away; `windows` chooses others.
-        - `heavy`: the share of Σᵢ Aᵢⱼ on the tenth of the keys that receives most (H2O, 2306.14048).
+        - `heavy`: the share of Σᵢ Aᵢⱼ on the 10 % of keys that receive most (H2O, 2306.14048).
         - with `tokens`: `duplicate`, the weight on earlier copies of the token itself, and `induction`, the weight on
           the tokens after earlier copies (prefix matching, Olsson et al.), over the tokens that have a copy. On s
           random tokens, repeated, these are the scores at offset s and s − 1.
-        - with `watch(values=True)`: `contribution`, ‖oᵢ W_O‖, the length of what the head adds to the stream; NaN if
-          its output projection is unknown.
+        - with `watch(values=True)`: `contribution`, ‖oᵢ W_O‖, the norm of what the head adds to the residual stream;
+          NaN if its output projection is unknown.
 
         Measures that need positions are NaN in cross-attention.
 
@@ -335,8 +335,8 @@ class Recording(Mapping[str, AttentionMatrix]):
     def value_norms(self, name: str) -> Array:
         """Compute how large each value is after the output projection: ‖v_j W_O‖ for each head.
 
-        Times a weight, it is the length of what a key adds to the output of a query (Kobayashi et al., 2004.10102);
-        `regard.measures.Contribution` finds the largest of a whole matrix.
+        Multiplied by a weight, it is the norm of what a key adds to the output of a query (Kobayashi et al.,
+        2004.10102). `regard.measures.Contribution` finds the largest contributions of a whole matrix.
 
         Args:
             name: Name of the module; recorded with `watch(values=True)`.
@@ -363,8 +363,8 @@ class Recording(Mapping[str, AttentionMatrix]):
     def grids(self, name: str, *, batch: int = 0) -> list[PatchGrid]:
         """Return where the patches of each image are among the keys of a layer.
 
-        They were read from the configuration of the model and the inputs that it was passed; see
-        `regard.images.read_grids`, which lists the supported models.
+        The grids are read from the configuration of the model and its inputs; see `regard.images.read_grids`, which
+        lists the supported models.
 
         Args:
             name: Name of the module.
@@ -374,7 +374,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             One grid for each image of the batch entry, in order.
 
         Raises:
-            NotCapturedError: If no layer of this name was captured, or it is no part of a model that read an image.
+            NotCapturedError: If no layer of this name was captured, or it is not part of a model that read an image.
             ArgumentError: If the grid is unknown, or does not fit the number of keys.
             IndexOutOfRangeError: If there is no such batch entry.
         """
@@ -396,11 +396,11 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Find the heads that attend from one token to another: a table sorted by `weight`, largest first.
 
         It has one row for each layer and head: `module`, `layer`, `call`, `head`, `query`, `key` (positions) and
-        `weight`. If a text occurs several times, a head's row is the pair of occurrences with the largest weight.
+        `weight`. If a text occurs several times, the row of a head has the pair of occurrences with the largest weight.
 
-        With `by="contribution"`, the table has a column `contribution` and is sorted by it: ‖w v W_O‖, the length of
-        what the key adds to the output of the query (Kobayashi et al., 2004.10102). Contributions of different layers
-        are on the scale of the stream that each layer adds to.
+        With `by="contribution"`, the table has a column `contribution` and is sorted by it: ‖w v W_O‖, the norm of what
+        the key adds to the output of the query (Kobayashi et al., 2004.10102). Contributions of different layers are
+        not directly comparable, because the scale of the residual stream differs.
 
         Args:
             query: Text of the attending token, or its position. The tokenizer's mark of a word start (Ġ, ▁) may be
@@ -415,8 +415,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             The table.
 
         Raises:
-            ArgumentError: If there is no such token, no tokens to look up a text in, the tokens fit no layer, or a
-                layer lacks what its contributions are computed from.
+            ArgumentError: If there is no such token, `tokens` is missing for a text, the tokens fit no layer, or the
+                data for contributions was not recorded.
             IndexOutOfRangeError: If there is no such position or batch entry.
 
         >>> import regard, torch
@@ -443,13 +443,13 @@ class Recording(Mapping[str, AttentionMatrix]):
     ) -> SpanMass:
         """Compute how much of each token's attention is on named parts of the prompt, for every layer and head.
 
-        After `generate()`, the rows are those that produced the generated tokens; after one pass, those of all tokens.
-        In cross-attention, spans are parts of what is attended to. `SpanMass.plan` says how masses were computed.
+        After `generate()`, there is one row for each generated token; after a single pass, one for each token. In
+        cross-attention, spans are ranges of the keys. `SpanMass.plan` says how masses were computed.
 
         Args:
-            spans: Ranges of tokens by name, as in `regard.watch`. Default: those passed to `watch`.
-            prompt: Number of tokens before the first generated one, padding included. Default: those before the steps
-                of the cache. Pass it for a run over a finished text, or with a single generated token.
+            spans: Ranges of tokens by name, as in `regard.watch`. Default: the spans passed to `watch`.
+            prompt: Number of tokens before the first generated token, including padding. Default: the tokens before the
+                steps of the cache. Pass it for a run over a finished text, or with a single generated token.
             call: Which call of each layer, if they ran over several texts.
             layers: Names of modules or patterns with `*`, with everything inside them. Default: all.
 
@@ -481,11 +481,11 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Compute attention rollout: how much of each input token reaches one token through all layers.
 
         It is the row of ∏ (½ A + ½ I) from the last layer to the first, where A is the mean of the heads (Abnar &
-        Zuidema, 2005.00928), computed as products with a vector in O(n) memory. Rollout follows the weights, not what
-        the values carry. Weight on a learnt sink is lost, so the sum is then below 1.
+        Zuidema, 2005.00928), computed as products with a vector in O(n) memory. Rollout uses only the weights and
+        ignores the values. Weight on a learned sink is lost, so the sum is then below 1.
 
         Args:
-            query: Position of the token that is reached, or its text if that occurs once in `tokens`.
+            query: Position of the token that is reached, or its text if it occurs once in `tokens`.
             tokens: Tokens of the sequence, (n,) or (batch, n).
             batch: The batch entry.
             layers: Names of modules or patterns with `*`, with everything inside them. Default: all. Choose one stack
@@ -524,18 +524,18 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Find when each token of a transcript was spoken, in a recording of a speech model such as Whisper.
 
         The weights of the given heads of cross-attention are standardised over the tokens, filtered along the frames,
-        averaged, and warped: each token gets the frames on the path with the largest sum that never goes back. The
-        times are those of transformers' `return_token_timestamps`, which needs eager attention. One head's weights are
-        computed at a time.
+        averaged, and warped: each token is assigned the frames on the monotonic path with the largest sum. The times
+        equal `return_token_timestamps` of transformers, which needs eager attention. The weights are computed one head
+        at a time.
 
         Args:
             ids: Ids of the generated tokens without the prompt, as Whisper's `generate()` returns them, (n,) or
                 (batch, n). Padding at the end can be cut off.
-            heads: Pairs of decoder layer and head. Whisper's are `model.generation_config.alignment_heads`. A layer is
+            heads: Pairs of decoder layer and head; for Whisper, `model.generation_config.alignment_heads`. A layer is
                 the number in the name of its module, or the name.
             prompt: Number of decoder tokens before the transcript. Default: those of the first call of `generate()`.
             frames: Number of keys that are audio; the others are padding. Default: all.
-            seconds_per_frame: Seconds of audio for each key; Whisper's are 0.02.
+            seconds_per_frame: Seconds of audio for each key; 0.02 for Whisper.
             start: Time of the first frame, for a later window of a long recording.
             filter_width: Width of the median filter, odd; `model.config.median_filter_width`.
             batch: The batch entry.
@@ -568,26 +568,31 @@ class Recording(Mapping[str, AttentionMatrix]):
     ) -> Findings:
         """Check the attention for common faults.
 
-        Errors: weight on the future, weight on padding, fully masked tokens, NaN or inf (and where they began), an
-        inverted mask, a mask of 0 and 1, one of another batch entry, with the batch on the axis of the heads or without
-        its diagonal, `is_causal` aligned to the wrong corner, packed documents that attend to each other, dropout in
-        eval mode, positions that count padding or are not consecutive in cached steps, a cache that loses keys or
-        values, a bias that grows with the distance, sinks, soft caps and windows that are not as configured, a softmax
-        over the queries, an empty recording.
+        Errors:
+
+        - masks: weight on the future or on padding, fully masked tokens, an inverted mask, a mask of 0 and 1, a mask of
+          another batch entry, with the batch on the heads axis or without its diagonal, `is_causal` aligned to the
+          wrong corner, packed documents that attend to each other;
+        - numbers: NaN or inf (and where they began), dropout in eval mode, a softmax over the queries;
+        - positions and caches: positions that count padding or are not consecutive in cached steps, a cache that loses
+          keys or values, a bias that grows with the distance;
+        - configuration: sinks, soft caps and windows that are not as configured;
+        - an empty recording.
+
         Warnings: a scale that is not 1/√head_dim, saturated heads, a slow kernel, layers that were not captured. Notes:
-        uniform heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.doctor` makes
+        uniform heads, sinks. Extreme heads may be intended; errors hardly ever are. `regard.doctor` also runs
         experiments.
 
         Args:
             tokens: Tokens of the sequence, (n,) or (batch, n). Without `attention_mask`, tokens such as "[PAD]" mark
                 the padding.
-            attention_mask: The mask that the model was passed, (batch, n), 1 = token, 0 = padding.
-            causal: True if no token may attend to later ones, False if any may. By default, a layer should be causal
+            attention_mask: The mask passed to the model, (batch, n), 1 = token, 0 = padding.
+            causal: True if no token may attend to later tokens, False if any may. By default, a layer should be causal
                 if its module says so (`is_causal`), or if most layers of its stack are.
 
         Returns:
-            Findings with severity, location, evidence and hint, and the checks that were run and that were not;
-            `print` shows them.
+            Findings with severity, location, evidence and hint, and the checks that ran and that did not; `print` shows
+            them.
 
         Raises:
             ArgumentError: If the shape of `attention_mask` fits no layer, or it has entries other than 0 and 1.
@@ -637,17 +642,17 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         All heads are shown as small maps, in the order of the layers or of any measure of `heads`. An open head shows
         every weight: as a map with its tokens, as the running text coloured by one token, for short texts as lines too,
-        and the largest weights of the row under the pointer. The mean over the heads of a layer is a choice beside its
-        heads. A search finds the heads that attend from one token to another, as `find` does. The findings of
-        `diagnose` are listed, and marked at their heads. The address stores the state of the page.
+        and the largest weights of the row under the pointer. The mean over the heads of a layer can also be selected. A
+        search finds the heads that attend from one token to another, as `find` does. The findings of `diagnose` are
+        listed and marked at the affected heads. The URL stores the state of the page.
 
-        The page carries queries and keys in half precision, computes the weights from them, and states the error.
+        The page contains queries and keys in half precision, computes the weights from them, and states the error.
 
-        With `image`, the page shows the picture instead: a patch or another token is chosen as query, and the maps of
-        the heads lie over it, for every layer that read it.
+        With `image`, the page shows the picture instead: select a patch or another token as query, and the maps of the
+        heads are drawn over the picture, for every layer that read it.
 
         Args:
-            tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence. Of an
+            tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence. For an
                 encoder-decoder model, the tokens that the encoder reads.
             query_tokens: Tokens of the queries of cross-attention, which the decoder reads. Default: `tokens`, if
                 their number fits the queries and not the keys.
@@ -658,11 +663,10 @@ class Recording(Mapping[str, AttentionMatrix]):
             batch: The batch entry to show.
             layers: Names of modules or patterns with `*`, with everything inside them. Default: all.
             heads: The heads to show. Default: all.
-            findings: Default: those of `recording.diagnose(tokens)`. Not shown with an image.
+            findings: Findings to list. Default: `recording.diagnose(tokens)`. Not shown with an image.
             title: Title of the page.
-            max_bytes: Heads carry all their weights until the file has this size. The others keep their map and
-                measures, or with an image maps of some queries, and the page says so. Default: 40 MB, with an image
-                10 MB.
+            max_bytes: Limit of the file size. Heads beyond it have only their map and measures, or with an image the
+                maps of some queries, and the page says so. Default: 40 MB, with an image 10 MB.
 
         Returns:
             The page: `page.save(path)` writes it, and a notebook shows it.
@@ -702,7 +706,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the recording to a safetensors file, with the rest as JSON in its header; nothing is pickled.
+        """Write the recording to a safetensors file, with metadata as JSON in its header; nothing is pickled.
 
         `regard.load_recording(path)` reads it.
 
@@ -734,7 +738,7 @@ def load_recording(path: str | Path) -> Recording:
         path: A safetensors file written by `recording.save(path)`.
 
     Returns:
-        The recording: `recording[name]`, `recording.heads()` and the rest work as before it was saved.
+        The recording: all methods, such as `recording[name]` and `recording.heads()`, work as on the original.
 
     Raises:
         ArgumentError: If the file is not a saved recording.

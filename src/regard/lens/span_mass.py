@@ -27,14 +27,14 @@ __all__ = ["LayerSpans", "SpanMass", "mean_defined"]
 
 @dataclass(frozen=True)
 class LayerSpans:
-    """The masses of one layer.
+    """The attention masses of one layer.
 
     Args:
         module: Name of the module.
         layer: Number of the layer, from 0, in the order in which the layers ran.
         mass: (batch, heads, tokens, names).
         lookback: Lookback ratio, (batch, heads, tokens); NaN where nothing was generated yet.
-        plan: How the masses were computed, as `AttentionMatrix.plan` says it.
+        plan: How the masses were computed, in the words of `AttentionMatrix.plan`.
     """
 
     module: str
@@ -55,16 +55,16 @@ class SpanMass(Mapping[str, Array]):
     """The share of each token's attention on named parts of the prompt; `Recording.span_mass` computes it.
 
     `mass[module]` is an array (batch, heads, tokens, names) for each layer. In a recording of `generate()`, the tokens
-    are those that were generated, and the attention of a token is that of the row that produced it: the query of the
-    token before. In a recording of one pass, the tokens are all tokens, each with its own row.
+    are the generated tokens, and each has the row that produced it: the query of the token before. In a recording of
+    one pass, every token has its own row.
 
-    Attention says where a head reads. It does not say what the answer depends on: `regard.intervene` tests that.
+    Attention shows where a head reads, not what the answer depends on; test that with `regard.intervene`.
 
     Attributes:
         names: Names of the last axis: the spans, then "other", the rest of the prompt, then "generated" if tokens were
-            generated. Shares of a row add up to 1, less the share of a learnt sink.
+            generated. Shares of a row add up to 1, minus the share of a learned sink.
         positions: Position of each token in the sequence, (tokens,).
-        prompt: Number of tokens of the prompt, padding included; None for a recording of one pass.
+        prompt: Number of tokens of the prompt, including padding; None for a recording of one pass.
         layers: The masses of each layer, as `LayerSpans`.
         labels: For each token of the prompt, the index of its name, (batch or 1, prompt); −1 for padding.
 
@@ -110,8 +110,8 @@ class SpanMass(Mapping[str, Array]):
     def lookback(self) -> dict[str, Array]:
         """The lookback ratio of each layer, (batch, heads, tokens), by module name.
 
-        It is C / (C + G), where C is the mean weight of a token of the prompt and G that of a token generated so far
-        (Chuang et al., 2407.07071). It is NaN for the first generated token, and without generated tokens.
+        It is C / (C + G), where C is the mean weight on a token of the prompt and G the mean weight on a token
+        generated so far (Chuang et al., 2407.07071). It is NaN for the first generated token, or if there are none.
         """
         return {layer.module: layer.lookback for layer in self.layers}
 
@@ -144,7 +144,7 @@ class SpanMass(Mapping[str, Array]):
         """Return a table with one row for each token: means over all layers and heads.
 
         Args:
-            tokens: Texts of the whole sequence, prompt included, for a column `token`.
+            tokens: Texts of the whole sequence, including the prompt, for a column `token`.
             batch: The batch entry.
 
         Returns:
@@ -177,14 +177,15 @@ class SpanMass(Mapping[str, Array]):
     ) -> Page:
         """Build a page that colours the answer by what it attended to: one HTML file that needs no network.
 
-        Each token has the colour of the span that got most of its attention, stronger the larger the share. Layer and
-        head are chosen on the page, or means over them. A chosen token shows its shares, and those of every layer.
+        Each token has the colour of the span with the largest share of its attention; a stronger colour is a larger
+        share. On the page, select a layer and a head, or means over them. A selected token shows its shares in every
+        layer.
 
         Args:
             tokens: Texts of the whole sequence, prompt and answer.
             batch: The batch entry.
             title: Title of the page.
-            max_bytes: If the masses of all heads would make the page larger, it holds the means of layers.
+            max_bytes: If the page with all heads would exceed this size, it holds only the means of layers.
 
         Returns:
             The page: `page.save(path)` writes it, and a notebook shows it.

@@ -20,7 +20,7 @@ class Table(list[dict[str, Any]]):
     """A list of rows, each a dict with the same keys; None where a number is missing.
 
     Printing shows the first 20 rows. `sort`, `filter` and slices return new tables of the same class.
-    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table as it is. pandas then converts integers to
+    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table directly. pandas then converts integers to
     floats if any is missing; `table.to_pandas()` keeps them.
 
     >>> from regard.lens import Table
@@ -96,7 +96,7 @@ class Table(list[dict[str, Any]]):
         )
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the table as a pandas DataFrame; integers of which some are missing have the dtype Int64."""
+        """Return the table as a pandas DataFrame; integer columns with missing entries have the dtype Int64."""
         import pandas
 
         frame = pandas.DataFrame(self)

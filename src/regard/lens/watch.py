@@ -87,9 +87,9 @@ def watch(
 ) -> Watch:
     """Record the attention of a model: `with regard.watch(model) as recording: model(**inputs)`.
 
-    The model runs the same kernels as without it, and its outputs are bit-identical. The recording maps the names of
-    its attention layers to lazy matrices; see `regard.lens.Recording`. Watches may be nested, and threads share them.
-    With activation checkpointing, a layer that `backward()` runs again is recorded once, by its first run.
+    The model runs its usual kernels, and its outputs are bit-identical. The recording maps the names of its attention
+    layers to lazy matrices; see `regard.lens.Recording`. Watches may be nested, and threads share them. With activation
+    checkpointing, a layer that `backward()` reruns is recorded once, in its first run.
 
     If a function around the model is compiled, the graph breaks at each attention call, and outputs agree up to
     rounding.
@@ -105,21 +105,20 @@ def watch(
             stop) or slices, or a list of one for each batch entry. `regard.lens.token_spans` finds texts in a prompt.
         device: Move recorded tensors to this device.
         dtype: Convert recorded tensors to this dtype.
-        copy: Copy query and key, and masks, biases and sinks that are held as arrays. By default they are referenced,
-            except those that the model may overwrite.
+        copy: Copy query and key, and masks, biases and sinks that are held as arrays. By default, they are referenced,
+            except for tensors that the model may overwrite.
         values: Also record value and output, and find the output projection of each layer, which
-            `Recording.value_norms` and `find(by="contribution")` need. Of the first pass, record what each module of
-            the model read and returned, at most 32 tokens of it, by which `regard.compare` names the module that
-            differs.
+            `Recording.value_norms` and `find(by="contribution")` need. For the first pass, also record the inputs and
+            outputs of each module, for at most 32 tokens; `regard.compare` uses them to name the module that differs.
         max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. Once
             the total exceeds this limit, remaining layers are reported as not captured. Default: 1 GiB.
         grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
             a loss may contain the entropy of a head. By default, recorded tensors are detached. Analyses such as
-            `Recording.heads`, and files, have no gradients.
+            `Recording.heads`, and saved files, have no gradients.
         group: Process group of `torch.distributed` whose ranks hold parts of the sequence. All ranks must watch, and
-            each matrix is that of all ranks: a `regard.distributed.DistributedMatrix`. Layers must use
-            `regard.distributed.attention`, or collect the keys of all ranks in their order before they call an
-            attention function. By default, each rank records what it computes.
+            each matrix covers all ranks: a `regard.distributed.DistributedMatrix`. Layers must use
+            `regard.distributed.attention`, or gather the keys of all ranks in order before they call an attention
+            function. By default, each rank records its own calls.
         layout: Which part of the sequence each rank holds, as in `regard.distributed.attention`.
 
     Returns:
@@ -130,7 +129,7 @@ def watch(
         ArgumentError: If the model is compiled or scripted, `layers` names no module of it, `spans` are empty or
             overlap, or `grad`, `values` or `spans` is combined with `measures`. With `grad`, also if a layer runs where
             gradients are disabled.
-        NotCapturedError: If an attention layer ran and was not captured, at the end of the block. The message says why,
+        NotCapturedError: At the end of the block, if an attention layer ran and was not captured. The message says why,
             and what to do.
 
     Warns:
@@ -190,7 +189,7 @@ def watch(
 class Watch(Watcher):
     """The context manager that `regard.watch` returns; `with` binds the `Recording`.
 
-    A watch may be entered again after it was left; its recording then continues.
+    A watch may be entered again after its block has ended; its recording then continues.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()

@@ -17,7 +17,7 @@ from regard.types import Array, IntArray, Namespace
 
 
 class BlockKinds(NamedTuple):
-    """Which of several blocks are not empty, and which are full; a block may be called partial by mistake.
+    """Which of several blocks are non-empty and which are full; an inexact mask may report any block as partial.
 
     Attributes:
         nonempty: False if no entry of the block is allowed: (blocks,).

@@ -72,8 +72,8 @@ def causal(align: Align | None = None) -> Mask:
     """Return a mask that lets a query attend to its own position and earlier ones: kv_idx ≤ q_idx.
 
     Args:
-        align: Which corner the diagonal starts from; required if q_len ≠ kv_len. With "upper_left", query 0 is at
-            key 0. With "lower_right", the last query is at the last key, as in decoding with a cache.
+        align: The corner where the diagonal starts; required if q_len ≠ kv_len. With "upper_left", query 0 is at key 0.
+            With "lower_right", the last query is at the last key, as in decoding with a cache.
 
     Returns:
         The mask.
@@ -107,7 +107,7 @@ def sliding_window(
     `right`, for a two-sided window (q_idx − left ≤ kv_idx ≤ q_idx + right).
 
     Args:
-        size: Number of keys, the query's own included. An integer, or an array of shape (heads,).
+        size: Number of keys, including the query's own. An integer, or an array of shape (heads,).
         left: Number of keys before the query's own; None for no limit. An integer, or an array of shape (heads,).
         right: Number of keys after the query's own; None for no limit. An integer, or an array of shape (heads,).
         align: Which corner the diagonal starts from, as in `causal`.
@@ -245,13 +245,13 @@ class WindowMask(Mask):
 
 
 def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> Mask:
-    """Return a mask that allows the real keys and masks the padded ones: kv_idx < length.
+    """Return a mask that allows real keys and masks padding: kv_idx < length.
 
     Queries are not affected: a padded query still has its row.
 
     Args:
         lengths: Number of real keys. An integer, or an array of shape (batch,).
-        side: Where the padding is. With "left" it comes first, and the mask is kv_idx ≥ kv_len − length.
+        side: The side of the padding. With "left", the mask is kv_idx ≥ kv_len − length.
 
     Returns:
         The mask.
@@ -478,7 +478,7 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
 
     Args:
         array: Booleans that broadcast to (…, q_len, kv_len).
-        true_means: What True stands for. The default, "attend", is the library's own convention and the one of
+        true_means: Meaning of True. The default, "attend", is the convention of regard and
             `F.scaled_dot_product_attention`; "ignore" is the convention of `nn.MultiheadAttention`.
 
     Returns:
@@ -573,8 +573,8 @@ def mask(function: MaskFunction) -> Mask:
     """Return a mask from a function of the indices, as in FlexAttention: True = attend.
 
     The function is called with whole blocks of indices, so it must work elementwise: write `&`, `|` and `~` rather than
-    `and`, `or` and `not`. Nothing is known about its blocks, so all of them are evaluated. State what you know with a
-    named mask: `causal() & mask(function)` skips every block after the diagonal.
+    `and`, `or` and `not`. All blocks are evaluated, because nothing is known about them in advance. To skip blocks,
+    combine the function with a named mask: `causal() & mask(function)` skips every block above the diagonal.
 
     Args:
         function: Called as `function(b, h, q_idx, kv_idx)`, with integer arrays that broadcast: the index in the batch
@@ -656,12 +656,12 @@ class FunctionMask(Mask):
 
 
 def between(queries: Positions = None, keys: Positions = None) -> Mask:
-    """Return a mask that lets some queries attend to some keys, and no other query to any key.
+    """Return a mask that allows only the edges between the given queries and keys.
 
     Its complement `~between(queries, keys)` removes these edges from another mask.
 
     Args:
-        queries: Rows of the matrix: an integer, a slice, or a list of integers. Negative ones count from the end.
+        queries: Rows of the matrix: an integer, a slice, or a list of integers. Negative positions count from the end.
             Default: all.
         keys: Columns of the matrix, in the same form.
 

@@ -21,8 +21,8 @@ class Measure:
     """Base class of measures: a subclass defines `init` and `step`, and `merge` and `finish` if needed.
 
     (batch, head) pairs are on one axis: a tile of weights is (pairs, rows, columns), and the arrays that `finish`
-    returns begin with the axis of pairs. Weights are final when `step` gets them, so nothing is ever rescaled. Tiles
-    that the mask leaves empty are skipped.
+    returns begin with the axis of pairs. `step` receives final weights, so nothing is ever rescaled. Tiles that are
+    completely masked are skipped.
 
     >>> import regard
     >>> from regard.learn import cat
@@ -50,7 +50,7 @@ class Measure:
             problem: Matrix in canonical form.
 
         Returns:
-            The measure itself, or a copy that holds what it needs of the matrix.
+            The measure itself, or a copy with what it needs from the matrix.
 
         Raises:
             ArgumentError: If the measure does not fit the matrix.
@@ -86,7 +86,7 @@ class Measure:
     def accumulator(self, problem: Problem) -> Accumulator | tuple[Accumulator, ...] | None:
         """Describe the state as one of the values that a compiled pass can accumulate.
 
-        The description replaces `init` and `step`, so it is not used if a subclass overrides one of these alone.
+        The description replaces `init` and `step`. It is not used if a subclass overrides only one of them.
 
         Args:
             problem: Matrix in canonical form.

@@ -33,10 +33,11 @@ MAX_INTERVALS = 8
 class Entropy(RowMean):
     """The entropy of each row in nats, −Σ p ln p: shape (…, q_len); 0 for a row with one live key or none.
 
-    p are the weights of the row, divided by their sum if a sink takes a share.
+    p are the weights of the row. If there is a sink, they are divided by their sum.
 
     Args:
-        include_sink: Whether the sink counts as one more key: p are then its share and the weights as they are.
+        include_sink: Whether the sink counts as one more key: p are then the share of the sink and the undivided
+            weights.
 
     >>> import numpy as np, regard
     >>> regard.attention(np.zeros((1, 2)), np.zeros((4, 2))).measure(regard.Entropy()).entropy.round(4)
@@ -101,7 +102,7 @@ class Sum(Measure):
     """The sum of each row or of each column.
 
     Args:
-        axis: −1 sums over the keys, shape (…, q_len): 1, less the share of the sink. −2 sums over the queries, shape
+        axis: −1 sums over the keys, shape (…, q_len): 1 minus the share of the sink. −2 sums over the queries, shape
             (…, kv_len): the weight that each key received.
 
     Raises:
@@ -153,7 +154,7 @@ def check_axis(axis: object, operation: str) -> None:
 class Received(Sum):
     """The weight that each key received, summed over the queries: shape (…, kv_len).
 
-    The largest are the heavy hitters of H2O. It takes no argument: its axis is −2.
+    The keys with the largest values are the heavy hitters of H2O. It has no arguments: its axis is −2.
 
     Raises:
         ArgumentError: If another axis is given.
@@ -177,7 +178,7 @@ class Received(Sum):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Output(Measure):
-    """The product `A @ value` together with other measures, which share its kernel or its pass: (…, q_len, value_dim).
+    """The product `A @ value`, computed in the same kernel or pass as other measures: (…, q_len, value_dim).
 
     Args:
         value: (…, kv_heads, kv_len, value_dim) or (kv_len,), as in `A @ value`.
@@ -199,7 +200,7 @@ class Output(Measure):
 
 @dataclass(frozen=True, repr=False)
 class Mass(BoundMeasure):
-    """The share of each row on the keys that a mask lets through: shape (…, q_len).
+    """The share of each row's weight on the keys that a mask allows: shape (…, q_len).
 
     Args:
         mask: Which keys count for each query.
@@ -277,8 +278,8 @@ class Coarse(BoundMeasure):
     With `cells` cells along each edge, entry (i, j) is in cell (i · cells // q_len, j · cells // kv_len).
 
     Args:
-        cells: Number of cells along each edge, or (rows, columns). At most one for each row and column.
-        reduce: "max", in which every large weight stays visible; "mean" or "sum".
+        cells: Number of cells along each edge, or (rows, columns). At most one cell for each row and column.
+        reduce: "max", which keeps every large weight visible, "mean" or "sum".
 
     Raises:
         ArgumentError: If `cells` is not a whole number above 0, or `reduce` is unknown.

@@ -281,12 +281,12 @@ class Contribution(TopK):
     """The k largest contributions of each row and their keys, largest first.
 
     Key j contributes ‖w_ij v_j W_O‖ = w_ij ‖v_j W_O‖ to the output of query i (Kobayashi et al., 2004.10102): its
-    weight, times the length of its value after the output projection. One pass computes the largest. The result is a
+    weight times the norm of its value after the output projection. One pass finds the largest. The result is a
     `TopKResult` of arrays of shape (…, q_len, k).
 
     Args:
         k: Number of contributions, at most kv_len.
-        norms: ‖v_j W_O‖ of each key, none negative: an array that broadcasts to (…, heads, kv_len). Of a recorded
+        norms: ‖v_j W_O‖ of each key, not negative: an array that broadcasts to (…, heads, kv_len). For a recorded
             model, `recording.value_norms(name)`.
 
     Raises:

@@ -39,14 +39,14 @@ class LoadedModel:
     """A model in eval mode with its tokenizer.
 
     Args:
-        name: The name it was loaded by.
+        name: The name under which it was loaded.
         model: A `torch.nn.Module`.
         tokenizer: A transformers tokenizer or processor, an object with `encode`, or a function that maps text to ids.
             Without one, `encode` passes the bytes of a text to a model with at most 256 tokens.
         notes: Remarks that matter for reading results, such as randomly initialised weights.
         info: "class", "parameters" and "dtype" of the model, and "stored_dtype" if its configuration names one.
-        source: The folder or the name on the Hub that transformers loaded it from; "" if it did not.
-        source_options: Arguments of `from_pretrained` with which further files are loaded from there.
+        source: The folder or Hub name from which transformers loaded it; "" otherwise.
+        source_options: Arguments of `from_pretrained` for loading further files from the source.
     """
 
     name: str
@@ -58,11 +58,11 @@ class LoadedModel:
     source_options: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, max_tokens: int | None = None) -> EncodedText:
-        """Tokenize a text and truncate it to the positions of the model.
+        """Tokenize a text and truncate it to the maximum length of the model.
 
         Args:
             text: The text.
-            max_tokens: Truncate to this number of tokens; None for no limit except the model's.
+            max_tokens: Truncate to this number of tokens; None for the limit of the model only.
 
         Returns:
             The ids and the tokens.
@@ -127,14 +127,14 @@ class LoadedModel:
     def forward(self, text: EncodedText) -> Any:
         """Run the model on a text, without gradients.
 
-        Logits are computed for the last token only, if the model supports it: for every token they would need one
-        number per entry of the vocabulary. A text of more than 8,192 tokens runs in chunks, see `forward_chunks`.
+        If the model supports it, logits are computed for the last token only, to save memory. A text of more than 8,192
+        tokens runs in chunks; see `forward_chunks`.
 
         Args:
-            text: What `encode` returned.
+            text: The result of `encode`.
 
         Returns:
-            The output of the model; for a text in chunks, that of the last chunk.
+            The output of the model; for a text in chunks, the output of the last chunk.
         """
         output = None
         for output in self.forward_chunks(text):  # noqa: B007 - the last output is returned
@@ -148,7 +148,7 @@ class LoadedModel:
         without `generate` or a cache, run in one chunk.
 
         Args:
-            text: What `encode` returned.
+            text: The result of `encode`.
 
         Yields:
             The output of each chunk.
@@ -170,7 +170,7 @@ class LoadedModel:
         """Return the number of chunks in which `forward` runs a text.
 
         Args:
-            text: What `encode` returned.
+            text: The result of `encode`.
         """
         generates = getattr(self.model, "can_generate", lambda: False)()
         has_cache = "past_key_values" in inspect.signature(self.model.forward).parameters
@@ -178,12 +178,12 @@ class LoadedModel:
 
     @property
     def text_tokenizer(self) -> Any:
-        """The tokenizer, or that of the processor in its place."""
+        """The tokenizer; if a processor was loaded instead, the tokenizer of the processor."""
         return getattr(self.tokenizer, "tokenizer", self.tokenizer)
 
     @property
     def max_positions(self) -> int:
-        """The number of positions by the configuration of model and tokenizer; `sys.maxsize` if none is given."""
+        """The maximum number of tokens in the configuration of model and tokenizer; `sys.maxsize` without one."""
         limits = list_position_limits(getattr(self.model, "config", None))
         limits.append(getattr(self.text_tokenizer, "model_max_length", None))
         return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=sys.maxsize)

@@ -41,8 +41,8 @@ def load(
 ) -> LoadedModel:
     r"""Load a model and its tokenizer by name, in eval mode.
 
-    Weights are read from safetensors only, since reading a pickled file can run any code. The class is the one that
-    config.json names.
+    Weights are read from safetensors only, because unpickling a file can run arbitrary code. The class is read from
+    config.json.
 
     Args:
         name: One of:
@@ -52,11 +52,11 @@ def load(
             - a name on the Hugging Face Hub, through the cache and settings of transformers;
             - `module:function`, which returns a model or (model, tokenizer). The module may lie in the current
               directory.
-        trust_remote_code: Run code that comes with the model. By default such a model is refused.
+        trust_remote_code: Run code that comes with the model. By default, such a model is rejected.
         dtype: "float32", "bfloat16", "float16", or "auto" for the dtype the weights are stored in. The default is
-            float32, except that the weights of a model from `module:function` stay as they are.
-        part: "text" for the part of the model that reads a text alone: of an encoder-decoder model the encoder, of CLIP
-            the text encoder. "whole" for all of it. A model from `module:function` stays as it is.
+            float32; a model from `module:function` keeps its dtype.
+        part: "text" for the part of the model that reads only text: the encoder of an encoder-decoder model, the text
+            encoder of CLIP. "whole" for the whole model. A model from `module:function` is not changed.
 
     Returns:
         The model, its tokenizer, and notes about both.

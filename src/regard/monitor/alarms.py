@@ -41,7 +41,7 @@ class Alarm(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """Kind, layer and head: an alarm is reported again only after its condition has not held in between."""
+        """Kind, layer and head: an alarm is repeated only if its condition has ceased in between."""
         return self.kind, self.module, self.head
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class AlarmRule(Protocol):
 
         Args:
             rows: The rows of this step, one for each layer and head.
-            history: The rows of each head, by module and head: all monitored steps, this one included, in order.
+            history: The rows of each head, by module and head: all monitored steps including this one, in order.
         """
 
 
@@ -103,7 +103,7 @@ def _find_first(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class ScoreGrowth:
-    """Alarm if the largest score of a head is large, or has grown fast and goes on growing.
+    """Alarm if the largest score of a head is large, or has grown fast and is still growing.
 
     Scores that grow without bound precede divergence (Dehghani et al., 2302.05442; Wortsman et al., 2309.14322).
     MuonClip limits them to 100 (Kimi K2, 2507.20534), the default of `value`.
@@ -151,8 +151,8 @@ class ScoreGrowth:
 class EntropyCollapse:
     """Alarm if the mean entropy of a head falls below a share of its first value, while its scores are large.
 
-    Entropy collapse goes with unstable training (Zhai et al., 2303.06296). A head that reads one token, such as the
-    previous one, also has a low entropy, and moderate scores.
+    Entropy collapse goes with unstable training (Zhai et al., 2303.06296). A head that attends to one token, such as
+    the previous one, also has low entropy, but moderate scores.
 
     Args:
         share: Alarm below this share of the entropy in the first monitored step that has one.
@@ -212,7 +212,7 @@ class DeadHead:
     """Alarm if almost all weight of a head is on the first token.
 
     Heads use the first token as a sink if they have nothing to read (Xiao et al., 2309.17453; Gu et al., 2410.10781
-    call a share above 0.3 a sink). Sinks are healthy; a head that never leaves it adds a constant.
+    call a share above 0.3 a sink). Sinks are normal, but a head that always attends to the sink only adds a constant.
 
     Args:
         share: Alarm above this mean weight on the first token.
@@ -237,7 +237,7 @@ class DeadHead:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Alarm if rows of a head have NaN or inf; only the first layer of the step that has any is named."""
+    """Alarm if rows of a head have NaN or inf; only the first affected layer of a step is named."""
 
     def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""

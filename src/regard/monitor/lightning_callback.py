@@ -15,11 +15,11 @@ from regard.monitor.training_monitor import Monitor
 class LightningCallback(_Callback or object):  # type: ignore[misc]
     """Monitor the module of a Lightning `Trainer`: `Trainer(callbacks=[LightningCallback(every=50)])`.
 
-    The numbers go to the trainer's loggers, and to the targets of `to`. Validation does not count: the trainer switches
-    the module to eval mode.
+    The numbers are sent to the trainer's loggers and to the targets of `to`. Validation is not counted, because the
+    trainer switches the module to eval mode.
 
     Args:
-        every: Monitor one optimiser step of this many.
+        every: Monitor one of this many optimiser steps.
         to: More targets, as for `Monitor`.
         **options: Other arguments of `Monitor`, such as `alarms`.
 

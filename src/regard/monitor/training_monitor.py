@@ -43,14 +43,14 @@ OnAlarm = Literal["warn", "raise"] | Callable[[Alarm], object]
 
 
 class Monitor:
-    """Measure every attention head in one training step of `every`, log the numbers, and raise alarms.
+    """Measure every attention head once every `every` training steps, log the numbers, and raise alarms.
 
-    Training is bit-identical with and without it, and steps between run none of its code in forward or backward. Step 0
-    is the first. In a monitored step, all forward passes count (gradient accumulation); the second run of a layer by
-    activation checkpointing does not, nor do passes in eval mode. Padding is left out. Functions are patched only while
-    a module of the model runs, so that none stays patched if an exception ends the run. Only KeyboardInterrupt and
-    SystemExit inside a forward pass leave them patched until the next step, `detach` or the end of the `with` block. A
-    monitor that is deleted removes its hooks. Layers are numbered in the order in which they first ran.
+    Training is bit-identical with and without it, and unmonitored steps run none of its code in forward or backward.
+    Step 0 is the first monitored step. In a monitored step, all forward passes count (gradient accumulation), except
+    passes in eval mode and reruns of a layer by activation checkpointing. Padding is excluded. Functions are patched
+    only while a module of the model runs, so an exception leaves none patched. Only after KeyboardInterrupt or
+    SystemExit inside a forward pass do they stay patched until the next step, `detach` or the end of the `with` block.
+    Deleting a monitor removes its hooks. Layers are numbered in the order in which they first ran.
 
     `monitor.history` has one row for each step, layer and head:
 
@@ -59,21 +59,21 @@ class Monitor:
     - `entropy`: the mean entropy of a row, in nats; `entropy_min`: the smallest.
     - `first`: the mean weight on the first token; `first_max`: the largest.
     - `saturated`: the share of rows with a weight above 0.99.
-    - `nonfinite`: rows with NaN or inf, which the other columns leave out; `rows`: all rows.
+    - `nonfinite`: number of rows with NaN or inf, which the other columns exclude; `rows`: number of all rows.
     - With `measures`, the mean of each by its name, and `name_min` and `name_max`.
 
     With torch.distributed, every process needs a monitor. They combine their numbers in each monitored step with one
     SUM and one MAX all-reduce; the process of rank 0 logs. Every head has one row: heads that tensor parallelism splits
-    (parameters that are DTensors) are numbered by their place among all heads, and pipeline stages add their layers.
+    (parameters that are DTensors) are numbered by their index among all heads, and pipeline stages add their layers.
 
     Args:
         model: The model, or its DistributedDataParallel. It must not be compiled.
-        every: Monitor one optimiser step of this many.
+        every: Monitor one of this many optimiser steps.
         measures: More measures by name, with one number for each row, such as `{"distance": regard.Distance()}`.
         to: Where the numbers go; one target, or a list. A function `(numbers, step)`; a path, to which JSON lines are
             appended; a TensorBoard `SummaryWriter`; a wandb run or module; the module mlflow. If a target raises an
-            exception, the monitor warns once, counts it in `num_failed_logs`, and goes on.
-        alarms: Rules to check in each monitored step; () for none. Default: the five of `regard.monitor`.
+            exception, the monitor warns once, counts it in `num_failed_logs`, and continues.
+        alarms: Rules to check in each monitored step; () for none. Default: the five rules of `regard.monitor`.
         on_alarm: "warn", "raise" an `AlarmError`, or a function that is called with each `Alarm`.
         optimizer: Whose steps to count: "auto" for the first optimiser that steps and holds parameters of the model,
             an optimiser, or None if the training loop calls `monitor.step()`.
@@ -169,7 +169,7 @@ class Monitor:
 
     @property
     def is_due(self) -> bool:
-        """Whether the present step is monitored."""
+        """Whether the current step is monitored."""
         return self._registered.watch is not None
 
     @property
@@ -178,10 +178,10 @@ class Monitor:
         return self.history[len(self.history) - self._num_last_rows :]
 
     def attach(self, step: int | None = None) -> Monitor:
-        """Start to count steps, with step 0; `with Monitor(…) as monitor` also does it.
+        """Start counting steps from 0; `with Monitor(…) as monitor` does the same.
 
         Args:
-            step: Number of the step that comes next, for a run that is resumed.
+            step: Number of the next step, to resume a run.
 
         Returns:
             The monitor.
@@ -206,7 +206,7 @@ class Monitor:
         return self
 
     def detach(self) -> None:
-        """Stop counting. A step that is not complete is dropped; `attach` continues."""
+        """Stop counting. An incomplete step is dropped; `attach` continues."""
         self._attached = False
         self._registered.release()
 

@@ -16,11 +16,11 @@ from regard.monitor.training_monitor import Monitor
 class TrainerCallback(_TrainerCallback or object):  # type: ignore[misc]
     """Monitor the model of a `transformers.Trainer`: `Trainer(…, callbacks=[TrainerCallback(every=50)])`.
 
-    The numbers of all heads together are also in `trainer.state.log_history`. Evaluation does not count: the trainer
-    switches the model to eval mode. A run that is resumed continues to count where it stopped.
+    The numbers of all heads together are also in `trainer.state.log_history`. Evaluation is not counted, because the
+    trainer switches the model to eval mode. A resumed run continues the step count.
 
     Args:
-        every: Monitor one optimiser step of this many.
+        every: Monitor one of this many optimiser steps.
         **options: Other arguments of `Monitor`, such as `to` and `alarms`.
 
     Attributes:
@@ -34,7 +34,7 @@ class TrainerCallback(_TrainerCallback or object):  # type: ignore[misc]
         self._options = {"every": every, **options}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the monitor; that of a run that an exception ended is detached."""
+        """Attach the monitor; a monitor left over from a failed run is detached."""
         self.on_train_end(args, state, control)
         self.monitor = Monitor(kwargs["model"], optimizer=None, **self._options)
         self.monitor.attach(step=state.global_step)

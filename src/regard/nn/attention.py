@@ -40,15 +40,15 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         scale: The factor of the scores. Default: 1/√head_dim.
         rope: How queries and keys are rotated by their positions: `"half"` or `"interleaved"` (see `regard.rope`),
             or a `Rope`. Default: no rotation.
-        sink: An extra score that takes a share of every row and has no key: `"learned"` is one score for each head, a
-            number is fixed. Default: none.
+        sink: An extra score in the softmax of every row that has no key: `"learned"` for one learned score per head, or
+            a fixed number. Default: none.
         qk_norm: Builds a norm of width head_dim, once for queries and once for keys, as `torch.nn.RMSNorm` does.
         bias_kv: Whether to add one learned key and value that every query sees (`add_bias_kv` of torch).
         device: The device of the parameters.
         dtype: The dtype of the parameters.
 
     Raises:
-        ArgumentError: If the sizes do not fit together, or `dropout`, `sink` or `rope` is not one of those above.
+        ArgumentError: If the sizes do not fit together, or `dropout`, `sink` or `rope` is not an accepted value.
 
     >>> import torch
     >>> layer = MultiheadAttention(64, num_heads=8, num_kv_heads=2, rope="half")
@@ -131,8 +131,8 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
     ) -> Any:
         """Attend from `query` to `key` and mix `value`.
 
-        With a `cache`, the tokens follow those it holds, and mask and score modifications are those of the whole
-        sequence: `causal()` needs no `align`. Padding is not cached, so each batch entry counts its own tokens.
+        With a `cache`, the tokens follow the cached ones, and mask and score modifications refer to the whole sequence:
+        `causal()` needs no `align`. Padding is not cached, so each batch entry counts its own tokens.
 
         Args:
             query: (batch, q_len, embed_dim), or (q_len, embed_dim).
@@ -143,12 +143,12 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
             padding: Which keys are real: `regard.padding(lengths)`, or booleans (batch, kv_len), True = real.
             positions: Positions of the query for `rope`, (q_len,) or (batch, q_len). Default: real tokens count from 0.
             cache: The keys and values of past tokens, for self-attention. The new tokens are appended to it.
-            need_matrix: Whether to return the matrix too.
+            need_matrix: Whether to also return the matrix.
 
         Returns:
             The output (batch, q_len, embed_dim), or (q_len, embed_dim). With `need_matrix=True`, the pair
-            (output, matrix): an `AttentionMatrix` (batch, heads, q_len, kv_len), the one that the output is the
-            product of. It costs nothing extra. While weights are dropped, it is the matrix before dropout.
+            (output, matrix): the `AttentionMatrix` (batch, heads, q_len, kv_len) that computed the output, at no extra
+            cost. During training with dropout, it is the matrix before dropout.
 
         Raises:
             ArgumentError: If shapes do not fit the layer, or two arguments exclude each other.
@@ -263,13 +263,13 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         """Return a layer with the weights of a `torch.nn.MultiheadAttention`, copied.
 
         The layer is batch-first even if the module is not. `regard.nn.torch_masks` converts the masks of its calls.
-        A row without any visible key gives zeros here and NaN there.
+        For a row without visible keys, the layer returns zeros; torch returns NaN.
 
         Args:
             module: The `torch.nn.MultiheadAttention`.
 
         Raises:
-            ArgumentTypeError: If `module` is anything else.
+            ArgumentTypeError: If `module` has another type.
 
         >>> import torch
         >>> theirs = torch.nn.MultiheadAttention(8, 2, batch_first=True)

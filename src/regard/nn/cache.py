@@ -19,15 +19,15 @@ INITIAL_CAPACITY = 64
 
 
 class KVCache:
-    """The keys and values of the tokens so far, for one layer: `layer(x, mask=causal(), cache=cache)`.
+    """Cached keys and values of past tokens, for one layer: `layer(x, mask=causal(), cache=cache)`.
 
     Batch entries may have different lengths, and each counts its own tokens from 0. With a `window`, queries see the
-    last `window` tokens and the first `keep_first` ones. Whatever the chunks are, the mask is
-    `sliding_window(window) | first(keep_first)`, and tokens outside it are evicted. Keys keep their positions.
+    last `window` tokens and the first `keep_first` ones. For any chunk size, the mask is `sliding_window(window) |
+    first(keep_first)`, and tokens outside it are evicted. Keys keep their positions.
 
     Args:
         window: The number of most recent tokens that stay visible; None keeps every token.
-        keep_first: The number of first tokens that stay visible beside the window. Default 0.
+        keep_first: The number of first tokens that stay visible in addition to the window. Default 0.
 
     Raises:
         ArgumentError: If `window` is below 1, or `keep_first` is negative or given without a window.
@@ -152,7 +152,7 @@ class KVCache:
     def crop(self, length: Any) -> None:
         """Remove the tokens from position `length` on.
 
-        A cache with a window can only be cropped as far as the tokens it still holds allow.
+        A cache with a window can be cropped only as far as it still holds the tokens it needs.
 
         Args:
             length: The number of tokens to keep; one number, or one for each batch entry, (batch,).

@@ -61,7 +61,7 @@ def _read_bias(module: Any, spec: AttentionModule) -> ScoreMod | None:
 def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
     """Convert an attention module of `transformers` into a layer and the options of its calls.
 
-    Supported are the attention modules of Llama, Mistral, Qwen 3, Gemma 2, GPT-OSS, GPT-NeoX, GPT-2, BLOOM, MPT, T5 and
+    It supports the attention modules of Llama, Mistral, Qwen 3, Gemma 2, GPT-OSS, GPT-NeoX, GPT-2, BLOOM, MPT, T5 and
     BERT. The layer returns the output of the module's last projection; what BLOOM and BERT add to it is not included.
     In T5 only the first layer of a stack has the bias, and its options apply to all layers of the stack.
 

@@ -25,7 +25,7 @@ class Rope(nn.Module):  # type: ignore[misc]
         layout: Which entries form a pair, `"half"` or `"interleaved"`, as in `regard.rope`.
         base: The base of the frequencies. Default 10,000.
         frequencies: The angle of each pair from one position to the next, (pairs,), for models that scale their
-            angles. With fewer than head_dim / 2 of them, the last entries of a head stay as they are. Default:
+            angles. With fewer than head_dim / 2 frequencies, the last entries of a head are not rotated. Default:
             base^(−2i/head_dim).
         factor: The factor of the rotated entries (YaRN's attention factor). Default 1.
 

@@ -175,7 +175,7 @@ def heatmap(
     the largest weight drawn.
 
     An axis with more than `cells` tokens is reduced to `cells` cells by `A.coarsen`, and the labels say so. This takes
-    one pass over the whole head: minutes at 131,072 tokens. To be faster, draw fewer rows: `A.lazy[::256]` draws every
+    one pass over the whole head: minutes at 131,072 tokens. For speed, draw fewer rows: `A.lazy[::256]` draws every
     256th row at its own position, in seconds.
 
     Args:
@@ -273,8 +273,8 @@ def heads(
     A layer that ran several times has one row for each call. Heads without a number are hatched.
 
     Args:
-        recording: A recording from `regard.watch`, or a table of one. `recording.heads(tokens)` takes one pass for each
-            layer and can be drawn for each of its columns; `recording.find("it", "cat", tokens)` has the column
+        recording: A recording from `regard.watch`, or a table made from one. `recording.heads(tokens)` needs one pass
+            per layer, and each of its columns can be drawn; `recording.find("it", "cat", tokens)` has the column
             "weight".
         measure: Column of the table to draw.
         tokens: Tokens of the input, needed by the measures "duplicate" and "induction".
@@ -339,7 +339,7 @@ def effects(
     Colours are centred at 0: blue lowers the metric, red raises it.
 
     Args:
-        table: What `regard.interventions.effects` returned for every head.
+        table: The table of all heads from `regard.interventions.effects`.
         ax: Axes to draw on. Default: a new figure.
         numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 and they fit.
         colorbar: Whether to draw a colour bar.
@@ -464,7 +464,7 @@ def row(
     """Draw the weights of one query as bars, one for each key, the first key at the top.
 
     If the row is longer than `max_bars`, its largest weights are drawn in the order of the keys, and a grey bar shows
-    the sum of the others. The weight of a sink is grey too. Masked keys are labelled. Only this row is computed.
+    the sum of the others. The weight of a sink is also grey. Masked keys are labelled. Only this row is computed.
 
     Args:
         A: Matrix of one head, `(q_len, kv_len)`.
@@ -650,7 +650,7 @@ def overlay(
     colorbar: bool = True,
     **imshow: Any,
 ) -> Any:
-    """Draw the weights of the patches over their image, and those of the other tokens beside it.
+    """Draw the weights of the patches over their image, and list the weights of the other tokens below it.
 
     Colours run from 0 to the largest weight of a patch. Other tokens (class token, registers, text) are listed below
     the image with their weights: each if there are at most ten, otherwise their sum. NaN is orange.
@@ -661,7 +661,7 @@ def overlay(
         weights: One row of a matrix, (tokens,): `recording[name][0, head, query]`, or a mean of several.
         grid: Where the patches are: `recording.grids(name)[0]`, or `regard.images.read_grids(config, inputs)[0][0]`.
         query: Row and column of the patch that attends, which is outlined.
-        tokens: Names of all tokens, of which those that are no patches are written. Default: those of the grid.
+        tokens: Names of all tokens; only names of tokens other than patches are shown. Default: the names in the grid.
         ax: Axes to draw on. Default: a new figure.
         alpha: Opacity of the map, from 0 to 1.
         grey: Draw the image in grey, so that colours mean weights only.
@@ -672,7 +672,7 @@ def overlay(
         The Axes; `ax.images[-1]` is the map.
 
     Raises:
-        ArgumentError: If there is not one weight for each token of the grid, `query` is no patch, `alpha` is out of
+        ArgumentError: If there is not one weight for each token of the grid, `query` is not a patch, `alpha` is out of
             range, or the image cannot be read.
         ArgumentTypeError: If an argument has the wrong type.
 

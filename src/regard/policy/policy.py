@@ -64,8 +64,8 @@ PRINTED_LENGTH = 8192
 class CachePolicy:
     """The keys that each key/value head of a model keeps.
 
-    A head keeps every key, or its first `sinks` and its latest `windows` keys, the current token's included: the keys
-    that `causal() & (first(sinks) | sliding_window(window))` allows.
+    A head keeps every key, or its first `sinks` keys and its latest `windows` keys, including the current token: the
+    keys that `causal() & (first(sinks) | sliding_window(window))` allows.
 
     >>> policy = CachePolicy([[2, FULL]], [[1, 0]], ["layers.0"], {"head_dim": 64, "bytes_per_number": 2})
     >>> print(policy)
@@ -77,8 +77,8 @@ class CachePolicy:
         windows: Number of latest keys kept, or FULL, (num_layers, num_kv_heads).
         sinks: Number of first keys kept, (num_layers, num_kv_heads). A head that is FULL has none.
         layers: Names of the attention layers, as in recordings.
-        about: Facts about the policy that JSON can hold. `num_bytes` needs `head_dim` and `bytes_per_number`, and uses
-            `value_dim` if it is there; `num_heads` is the number of query heads of a layer.
+        about: Facts about the policy, as JSON values. `num_bytes` needs `head_dim` and `bytes_per_number`, and uses
+            `value_dim` if present; `num_heads` is the number of query heads of a layer.
 
     Raises:
         ArgumentError: If shapes do not agree, or a number is not allowed.
@@ -128,7 +128,7 @@ class CachePolicy:
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads of each layer; as many as key/value heads if `about` does not say."""
+        """Number of query heads of each layer; by default, the number of key/value heads."""
         return int(self.about.get("num_heads", self.num_kv_heads))
 
     @property
@@ -201,7 +201,7 @@ class CachePolicy:
         """Return the policy as a table with one row for each layer.
 
         Args:
-            context_length: Number of tokens that the sizes are given for.
+            context_length: Number of tokens for which sizes are given.
 
         Returns:
             A table with `layer`, `module`, `windows`, `sinks`, the bytes of the layer if `about` allows, and the share
@@ -249,12 +249,12 @@ class CachePolicy:
         return ax
 
     def edits(self) -> list[Edit]:
-        """Return the policy as edits for `regard.intervene`, under which each head reads the keys that it keeps.
+        """Return edits for `regard.intervene` that restrict each head to the keys it keeps.
 
         Heads of a layer that keep the same keys share an edit, and heads that keep every key have none.
 
         Returns:
-            The edits, as `regard.interventions.restrict` makes them.
+            The edits, as returned by `regard.interventions.restrict`.
 
         >>> CachePolicy([[2, FULL]], [[0, 0]], ["layers.0"]).edits()
         [restrict(layers='layers.0', heads=[0], mask=sliding_window(2))]
@@ -274,15 +274,15 @@ class CachePolicy:
     ) -> Verification:
         """Run documents with the policy and without, and compare the predictions.
 
-        The policy is applied as masks, so the model keeps its fused kernels. Pass other documents than those of the
-        survey. Synthetic tests, to copy a block of random tokens and to find a needle in a haystack, count if the model
-        passes them without the policy.
+        The policy is applied as masks, so the model keeps its fused kernels. Pass documents that were not in the
+        survey. Two synthetic tests, copying a block of random tokens and finding a needle in a haystack, count if the
+        model passes them without the policy.
 
         Args:
             model: A folder, a name on the Hub, `module:function`, or the result of `regard.models.load`.
             corpus: A file, a directory or a pattern of text files, JSON lines or Parquet.
-            out: A directory in which the run can be resumed after an interruption, like that of a survey. Default: a
-                temporary one.
+            out: A directory from which an interrupted run can be resumed, as for a survey. Default: a temporary
+                directory.
             bound: Largest mean KL divergence of the predictions that is accepted, in nats per token.
             effects: Attribute the divergence to the heads, by four more forward and backward passes.
             progress: Called with a `regard.survey.Progress`, at most ten times a second and after every shard.
@@ -330,11 +330,11 @@ class CachePolicy:
         progress: Callable[[Progress], None] | None = None,
         **options: Unpack[RunKeywords],
     ) -> CachePolicy:
-        """Widen the heads that are responsible until the policy holds.
+        """Widen the responsible heads until the policy meets the bound.
 
-        Each round verifies the policy and attributes the divergence to the heads by integrated gradients, which add up
-        to it. The heads with the largest effects get the fewest more keys that recover nine tenths of the weight that
-        they lose, or all keys. A head without an effect is not changed.
+        Each round verifies the policy and attributes the divergence to the heads by integrated gradients, which sum to
+        it. The heads with the largest effects keep as many more keys as needed to recover 90 % of their lost weight, or
+        all keys. A head without an effect is not changed.
 
         Args:
             bound: Largest mean KL divergence that is accepted, in nats per token.
@@ -346,10 +346,10 @@ class CachePolicy:
             **options: How the model is run, as in `verify`.
 
         Returns:
-            The policy that holds; `about["tightened"]` lists the changes.
+            The policy that meets the bound; `about["tightened"]` lists the changes.
 
         Raises:
-            ArgumentError: If the bound does not hold after `max_rounds`.
+            ArgumentError: If the bound is not met after `max_rounds`.
         """
         policy = self
         history: list[dict[str, Any]] = []
@@ -403,12 +403,12 @@ class CachePolicy:
         return cls(np.array(full, np.int64), np.array(sinks, np.int64), tuple(layers), about)
 
     def cache(self, model: PreTrainedModel) -> Cache:
-        """Return an empty transformers cache that stores the keys of the policy and no others.
+        """Return an empty transformers cache that stores only the keys that the policy keeps.
 
-        Pass it as `past_key_values` to the model or to `generate()`. If the configuration of the model says what the
-        policy says, it is a `DynamicCache` of transformers. Otherwise each kv head stores its own sinks and window, and
-        the attention implementation of the model is set to "regard_policy", which computes the outputs of "sdpa" with
-        other caches.
+        Pass it as `past_key_values` to the model or to `generate()`. If the configuration of the model already
+        expresses the policy, it is a `DynamicCache` of transformers. Otherwise each kv head stores its own sinks and
+        window, and the attention implementation of the model is set to "regard_policy", which computes the same outputs
+        as "sdpa" for other caches.
 
         Args:
             model: A decoder of transformers.
@@ -417,8 +417,8 @@ class CachePolicy:
             The cache, for one sequence or batch.
 
         Raises:
-            ArgumentError: If the policy has another number of layers or heads, or the family cannot be served.
-            ArgumentTypeError: If the model is not one of transformers.
+            ArgumentError: If the numbers of layers or heads differ, or the model family is not supported.
+            ArgumentTypeError: If the model is not a transformers model.
             ImportError: If torch or a current release of transformers is not installed.
         """
         try:
@@ -442,16 +442,16 @@ class CachePolicy:
         Args:
             path: The folder to write, or for "json" the file.
             format: "duo_attention" writes `full_attention_heads.tsv` and `config.json`, which DuoAttention reads.
-                "transformers" writes a `config.json` with a window for each layer. "json" is that of `save`.
+                "transformers" writes a `config.json` with a window for each layer. "json" is the format of `save`.
             config: Configuration of the model, for "transformers".
-            widen: Give every windowed head the largest window and the most sinks of any, for "duo_attention".
+            widen: For "duo_attention", give every windowed head the largest window and number of sinks.
 
         Returns:
             The path that was written.
 
         Raises:
-            ArgumentError: If the format cannot say what the policy says.
-            ArgumentTypeError: If "transformers" gets no configuration.
+            ArgumentError: If the format cannot express the policy.
+            ArgumentTypeError: If `config` is missing for "transformers".
         """
         folder = Path(path).expanduser()
         if format == "json":
@@ -483,7 +483,7 @@ class CachePolicy:
         """Return the policy as a sentence.
 
         Args:
-            context_length: Number of tokens that the sizes are given for.
+            context_length: Number of tokens for which sizes are given.
         """
         full = int((self.windows == FULL).sum())
         layers = f"{self.num_layers} layer{'s' if self.num_layers != 1 else ''}"
@@ -583,7 +583,7 @@ def build_verification(
 
 
 class Verification:
-    """What a policy costs on held-out documents; `CachePolicy.verify` returns it.
+    """The cost of a policy on held-out documents; `CachePolicy.verify` returns it.
 
     Args:
         sums: Sums over tokens of each measured column of the heads.
@@ -595,7 +595,7 @@ class Verification:
         settings: Settings of the run.
         documents: For each document its number of tokens, the mean and the largest KL divergence of a prediction,
             top-1 agreement, and the loss without and with the policy, in nats per token.
-        tests: Results of the synthetic tests; only those that the model can do without the policy count.
+        tests: Results of the synthetic tests; only tests that the model passes without the policy count.
         quarantined: Documents that could not be run, with the reason.
     """
 
@@ -652,12 +652,12 @@ class Verification:
 
     @property
     def failed_tests(self) -> Table:
-        """Synthetic tests that the model passes without the policy and not with it."""
+        """Synthetic tests that the model passes without the policy but fails with it."""
         return Table(test for test in self.tests if test["able"] and not test["passed"])
 
     @property
     def holds(self) -> bool:
-        """Whether the mean KL divergence is within the bound and no synthetic test is lost."""
+        """Whether the mean KL divergence is within the bound and no synthetic test fails because of the policy."""
         return self.kl <= self.bound and not self.failed_tests
 
     @property
@@ -673,7 +673,7 @@ class Verification:
 
     @cached_property
     def effects(self) -> Array:
-        """The part of each query head in the mean KL divergence, (num_layers, num_heads); zeros if not measured."""
+        """The share of each query head in the mean KL divergence, (num_layers, num_heads); zeros if not measured."""
         shape = self.policy.num_layers, self.policy.num_heads
         return np.asarray(self._sums["effect"] / self.tokens).reshape(shape)
 
@@ -743,7 +743,7 @@ class Verification:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The result as a dictionary that JSON can hold."""
+        """The result as a dictionary for JSON."""
         plain, limited = self.perplexity
         error = self.prediction_error
         return {

@@ -41,7 +41,7 @@ MAX_HEADS = 100_000  # of a model; tables with a row for each are built in memor
 class Survey:
     """The committed rows of a survey, for pyarrow, DuckDB, pandas and polars, and their means by head.
 
-    Only shards that the manifest lists are read. To see shards that a run has committed since, load the survey again.
+    Only shards that the manifest lists are read. To see shards committed later, load the survey again.
 
     Attributes:
         path: Directory of the survey.
@@ -95,7 +95,7 @@ class Survey:
         """Yield the rows as pyarrow record batches, one file at a time.
 
         Memory does not grow with the number of files. A scan of `dataset` reads ahead and keeps the metadata of every
-        file, which is a lot for many files.
+        file, which needs more memory.
 
         Args:
             columns: Columns to read; all by default.
@@ -153,11 +153,11 @@ class Survey:
     def heads(self, weight: Literal["documents", "tokens"] = "documents") -> pa.Table:
         """Return the mean of every measure over the documents, one row for each layer and head.
 
-        A document for which a measure is undefined is left out of the mean of that measure. The columns `documents` and
-        `tokens` count everything that was measured.
+        If a measure is undefined for a document, the document is excluded from the mean of that measure. The columns
+        `documents` and `tokens` count everything that was measured.
 
         Args:
-            weight: "documents" weights each document equally, "tokens" by its number of tokens.
+            weight: "documents" weights each document equally, "tokens" weights it by its number of tokens.
 
         Returns:
             A `pyarrow.Table`.
@@ -209,20 +209,20 @@ class Survey:
         sinks: int = 4,
         granularity: Literal["kv_head", "layer"] = "kv_head",
     ) -> CachePolicy:
-        """Choose for each key/value head how many keys a cache keeps.
+        """Choose how many keys a cache keeps for each key/value head.
 
         A head gets the smallest window of 1, 2, 4, … 65,536 keys such that window and sinks hold `keep` of its weight,
         averaged over the tokens for which keys are evicted. If no tested window is large enough, the
-        head keeps every key. A key/value head takes the widest need of its query heads.
+        head keeps every key. A key/value head uses the largest window of its query heads.
 
         Args:
             keep: Share of the weight to keep, above 0 and at most 1.
             sinks: Number of first keys that every head keeps: 0, 1 or 4.
-            granularity: "kv_head" chooses for each key/value head; "layer" gives the heads of a layer the widest
-                window of them.
+            granularity: "kv_head" chooses for each key/value head; "layer" gives all heads of a layer their largest
+                window.
 
         Returns:
-            The policy. `policy.verify(model, corpus)` measures on the model what it costs.
+            The policy. `policy.verify(model, corpus)` measures its cost on the model.
 
         Raises:
             ArgumentError: If an argument is invalid, no document or no distance is measured, or layers differ in their
@@ -278,7 +278,7 @@ class Survey:
         return build_report(self).page(title)
 
     def find_damaged(self) -> list[str]:
-        """Return the names of committed files that no longer match their sha256; a resumed run measures them again."""
+        """Return the names of committed files whose sha256 no longer matches; a resumed run measures them again."""
         return [entry["file"] for entry, _ in find_damaged(self.path, self._committed.values())]
 
     def __repr__(self) -> str:
@@ -415,7 +415,7 @@ def load(path: str | Path) -> Survey:
         The survey.
 
     Raises:
-        ArgumentError: If the directory holds no survey, or one with another schema version.
+        ArgumentError: If the directory does not contain a survey, or its schema version differs.
         ImportError: If pyarrow is not installed.
     """
     require_package("survey.load", "pyarrow")

@@ -57,7 +57,7 @@ def run(
         measures: Some of "entropy", "distance", "first", "heavy" and "copies", and with `prompt_field` "lookback"; all
             by default.
         prompt_field: Field or column that holds the prompt that a text answers. The model reads both, and the lookback
-            ratio says how much of the attention of the answer is on the prompt.
+            ratio is the share of the answer's attention on the prompt.
         progress: Called with a `Progress`, at most ten times a second and after every shard.
         **options: How the model is run, such as `max_tokens`, `workers`, `device` and `text_field`: the fields of
             `RunOptions`.

@@ -153,7 +153,7 @@ def test_unknown_models_and_layers_without_images_are_refused():
     model, inputs, layer = build_vision_model("CLIP")
     with torch.no_grad(), regard.watch(model) as recording:
         model(**inputs)
-    with pytest.raises(NotCapturedError, match="no part of a model that read an image"):
+    with pytest.raises(NotCapturedError, match="not part of a model that read an image"):
         recording.grids("text_model.encoder.layers.0.self_attn")
     with pytest.raises(ArgumentError, match="whose text has no image tokens"):
         read_grids(model.config, inputs)
