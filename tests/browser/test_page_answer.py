@@ -54,7 +54,7 @@ def test_shares_and_colours_match_the_masses(show, width):
     assert len(page.html.encode()) < 200_000
     tab = show(page, viewport={"width": width, "height": 900})
     tab.locator("#app[data-ready]").wait_for()
-    assert "Reading is not causing" in tab.locator(".statement").inner_text()
+    assert "Attention is not causation" in tab.locator(".statement").inner_text()
     assert "regard.intervene" in tab.locator(".statement").inner_text()
     assert tab.locator("h1").inner_text() == HOSTILE[0]
 

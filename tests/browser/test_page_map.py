@@ -243,14 +243,14 @@ NARROW = {"viewport": {"width": 360, "height": 800}}
 WIDENED = " Weights from 0.5 are drawn larger."
 KINDS = {
     "maximum": [
-        f"Each point is the maximum of 16 × 16 weights, computed when the page was made.{WIDENED}",
+        f"Each point is the maximum of 16 × 16 weights, computed when the page was built.{WIDENED}",
         "Each point is the maximum of 8 × 8 weights, all computed in this page.",
         "Each point is the maximum of 4 × 4 weights, all computed in this page.",
         "Each point is the maximum of 2 × 2 weights, all computed in this page.",
         "Every weight of this view has its own cell.",
     ],
     "mean": [
-        "Each point is the mean of 16 × 16 weights, computed when the page was made.",
+        "Each point is the mean of 16 × 16 weights, computed when the page was built.",
         "A sample: each point is the mean of 16 weights chosen at random from 8 × 8 weights.",
         "Each point is the mean of 4 × 4 weights, all computed in this page.",
         "Each point is the mean of 2 × 2 weights, all computed in this page.",
@@ -567,7 +567,7 @@ def test_any_shape_has_room(show, shape):
     block = {(3000, 1): "up to 6 × 1", (1, 3000): "up to 1 × 6", (30, 2000): "up to 1 × 4"}.get(shape)
     single = KINDS["maximum"][-1]
     expected = (
-        f"Each point is the maximum of {block} weights, computed when the page was made.{WIDENED}"
+        f"Each point is the maximum of {block} weights, computed when the page was built.{WIDENED}"
         if block
         else single
     )
@@ -618,7 +618,7 @@ def test_a_long_context_in_one_file(show):
     tab = show(page)
     until(tab, lambda: in_view(tab), "queries 0 to 131,071, keys 0 to 131,071")
     overview = (
-        f"Each point is the maximum of up to 256 × 256 weights, computed when the page was made.{WIDENED}"
+        f"Each point is the maximum of up to 256 × 256 weights, computed when the page was built.{WIDENED}"
     )
     assert settled(tab) == overview
     # The picture is painted before the arrays are loaded.

@@ -127,7 +127,7 @@ function drawToken() {
       el("tbody", {}, shares.map((share, name) => el("tr", {}, el("th", { scope: "row" }, swatch(name), tokenElement(names[name])),
         el("td", { "data-share": String(share) }, formatShare(share)), el("td", { class: "bars" }, bar(name, share)))))),
     el("p", { id: "lookback", class: "soft" }, Number.isNaN(ratio) ? "Lookback ratio: undefined, because nothing was generated before this token."
-      : ["Lookback ratio: ", el("b", {}, formatShort(ratio)), ", the mean weight of a token of the prompt, divided by itself plus that of a generated token."]),
+      : ["Lookback ratio: ", el("b", {}, formatShort(ratio)), " = C / (C + G), where C is the mean weight on a token of the prompt and G on a generated token."]),
     byLayer.length ? [el("h3", {}, "By layer"), el("div", { class: "by-layer" }, byLayer.map(([layer, own]) =>
       el("button", { type: "button", class: "layer-row", "aria-pressed": String(layer === state.layer), onclick: () => setState({ layer: layer === state.layer ? null : layer }),
         "aria-label": `Layer ${layer}: ${own.map((share, name) => `${names[name]} ${formatShare(share)}`).join(", ")}` },
@@ -173,15 +173,15 @@ function draw() {
   strongest = shares.reduce((a, b) => Math.max(a, b), 0);
   answer.color(shares);
   caption.textContent = `${state.color < 0 ? `Each token has the colour of the named span with the largest share, without “${names.slice(data.spans).join("” and “")}”. ` : ""}`
-    + "Colours follow the square root of the share, up to the largest of the answer. Arrow keys move, Enter selects a token.";
+    + "Colours follow the square root of the share, up to the largest share in the answer. Arrow keys move, Enter selects a token.";
   legend.replaceChildren(el("li", {}, "Mean of the answer:"), ...names.map((name, n) => el("li", {}, swatch(n), tokenElement(name), " ",
     el("b", { "data-mean": name }, formatShare(tokens.reduce((sum, _, token) => sum + shareOf(token, n), 0) / count)))));
   drawToken();
 }
 
 const legend = el("ul", { class: "legend", "aria-label": "Mean shares of the whole answer" }), caption = el("p", { class: "soft" });
-const statement = el("aside", { class: "statement", role: "note" }, el("p", {}, el("b", {}, "Reading is not causing. "),
-  "Attention shows where heads read, not what the answer depends on. A part with a large share may not matter, and one with a small share may decide. ",
+const statement = el("aside", { class: "statement", role: "note" }, el("p", {}, el("b", {}, "Attention is not causation. "),
+  "Attention shows where heads read, not what the answer depends on. A part with a large share may not matter, and a part with a small share may be decisive. ",
   "To test a part, remove its edges while the model runs, and compare the answers: ", el("code", {}, "regard.intervene(model, knockout(keys=slice(start, stop)))"), "; the guide Edit attention shows how."));
 
 document.getElementById("app").append(

@@ -24,7 +24,7 @@ function open(button, cell) {
     el("h2", {}, tokenElement(cell.student)),
     el("p", {}, `${title}. ${cell.points} of ${points} points, from `, tokenElement(cell.file),
       cell.files > 1 ? ` (the best of ${cell.files} files)` : "", cell.late ? el("span", { class: "late" }, ", late") : "", "."),
-    cell.hints.length ? el("ul", {}, cell.hints.map((hint) => el("li", {}, tokenElement(hint)))) : el("p", {}, "Everything is right."));
+    cell.hints.length ? el("ul", {}, cell.hints.map((hint) => el("li", {}, tokenElement(hint)))) : el("p", {}, "Everything is correct."));
   bringIntoView(details, button);
 }
 
@@ -59,7 +59,7 @@ document.getElementById("app").append(
   drawTable("results", "Results", ["student", ...data.exercises.map(({ n }) => `exercise ${n}`), `points of ${maximum}`], rows),
   data.hints.length ? drawSection("The most common hints",
     drawTable("hints", "Hints", ["students", "exercise", "hint"], data.hints.map((row) => el("tr", {}, row.map((cell) => el("td", {}, typeof cell === "string" ? tokenElement(cell) : String(cell))))))) : [],
-  drawNames("No file", "These students are in the roster, and there is no file of theirs.", data.absent),
+  drawNames("No file", "These students are in the roster, but submitted no file.", data.absent),
   drawNames("Not in the roster", "These names have files, but are not in the roster.", data.strangers),
   data.skipped.length ? drawSection("Files that were not checked",
     drawTable("skipped", "Files that were not checked", ["student", "file", "reason"], data.skipped.map((row) => el("tr", {}, row.map((cell) => el("td", {}, tokenElement(cell))))))) : []);

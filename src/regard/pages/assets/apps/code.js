@@ -245,7 +245,7 @@ function showTab(index) {
 
 const tabs = createTabs("Versions of the code", data.tabs.map((tab) => tab.name), panel, showTab);
 const lead = hasTabs
-  ? "The whole of attention fits on a page. Click a line to see what it is for and which numbers it made, or go through it with ← and →."
+  ? "All of attention fits on one page. Click a line to see what it does and which numbers it computed, or step with ← and →."
   : el("span", {}, "A run of ", tokenElement(data.tabs[0].name), ". Click a line, or step with the buttons, the slider, or ← and →.");
 document.getElementById("app").classList.add("wide");
 document.getElementById("app").append(

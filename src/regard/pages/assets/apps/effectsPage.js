@@ -39,8 +39,8 @@ function draw() {
 const low = Math.min(...effects), high = Math.max(...effects);
 document.getElementById("app").append(
   el("header", {}, el("h1", {}, data.title)),
-  el("p", {}, `Each of ${formatCount(heads.length, "head")} was edited by itself: ${data.edit}. The number is the change of the metric, ${data.metric}, which is ${formatShort(Number(data.clean))} without an edit.`),
-  el("p", { class: "soft" }, `From ${formatShort(low)} (palest) to ${formatShort(high)}. A head that changes nothing by itself may still matter together with others.`),
+  el("p", {}, `Each of ${formatCount(heads.length, "head")} was edited separately: ${data.edit}. The number is the change of the metric, ${data.metric}, which is ${formatShort(Number(data.clean))} without an edit.`),
+  el("p", { class: "soft" }, `From ${formatShort(low)} (palest) to ${formatShort(high)}. A head that changes nothing on its own may still matter together with others.`),
   el("div", { class: "controls" }, el("label", { for: "order" }, "Order"), orderSelect), grid.node, line);
 draw();
 document.getElementById("app").dataset.ready = "";

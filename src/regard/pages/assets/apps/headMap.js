@@ -51,7 +51,7 @@ const map = createWeightMap({ ...common, overview: data.overview, view: state, o
 // -- The running text, if queries and keys have tokens --
 
 const textDetails = createCellDetails({ matrix, tokens, queries, hasList: false,
-  hint: "Click a token to colour the text by it. Point at another, or move to it with the arrow keys, to see the weight between both." });
+  hint: "Click a token to colour the text by it. Point at another token, or move to it with the arrow keys, to see the weight between the two." });
 const stage = el("div", { class: "stage" }, map.node), side = el("div", {}, details.node);
 stage.addEventListener("keyup", ({ key }) => key.startsWith("Arrow") && bringIntoView(side.firstChild, stage));
 let text = null;

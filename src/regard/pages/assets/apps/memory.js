@@ -31,7 +31,7 @@ function tripTable(id, title, trips, largest) {
     el("td", { class: "bars" }, weightBar(bytes / largest)));
   const total = sum(trips);
   return scrollBox(title, el("table", { id }, el("caption", {}, title), el("tbody", {}, trips.map(([name, bytes]) => row(name, bytes))),
-    el("tfoot", {}, el("tr", {}, el("th", { scope: "row" }, "bytes in all"), el("td", { class: "total" }, formatCount(total)),
+    el("tfoot", {}, el("tr", {}, el("th", { scope: "row" }, "bytes in total"), el("td", { class: "total" }, formatCount(total)),
       el("td", {}, `${formatNumber((1e6 * total) / data.bandwidth)} µs`)))));
 }
 
@@ -41,7 +41,7 @@ function draw() {
   const largest = Math.max(...[...textbook, ...fused].map(([, bytes]) => bytes));
   results.replaceChildren(tripTable("textbook", "Step by step", textbook, largest), tripTable("fused", "Fused", fused, largest));
   const ratio = sum(textbook) / sum(fused), tile = tileBytes(d, rows);
-  verdict.replaceChildren("Step by step moves ", el("b", { id: "ratio" }, formatNumber(ratio)), " times the bytes of the fused kernel. A tile takes ",
+  verdict.replaceChildren("Step by step moves ", el("b", { id: "ratio" }, formatNumber(ratio)), " times the bytes of the fused kernel. A tile needs ",
     el("b", { id: "tile" }, formatCount(tile)), ` of ${formatCount(data.fast)} bytes of fast memory: it ${tile <= data.fast ? "fits" : "does not fit"}.`);
 }
 

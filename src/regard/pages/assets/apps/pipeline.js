@@ -116,7 +116,7 @@ const inputName = ({ name, i, j }) =>
 function drawInput() {
   const { name, i, j } = state.selected, x = inputValue(state.selected);
   title.replaceChildren("Change a number: ", name, " of ", tokenElement(name === "Q" ? problem.queries[i] : problem.tokens[name === "K" ? j : i]));
-  description.textContent = `Number ${name === "K" ? i : j}. Drag the slider, or type into the cell. Everything that follows is computed again.`;
+  description.textContent = `Number ${name === "K" ? i : j}. Drag the slider, or type into the cell. Everything after it is recomputed.`;
   changeText.replaceChildren(...describeChange(state.selected, { ...problem, rows }));
   if (!dial || dial.key !== inputName(state.selected)) {
     const choices = DIAL.includes(x) || !Number.isFinite(x) ? DIAL : [...DIAL, x].sort((a, b) => a - b);
@@ -278,7 +278,7 @@ sentence?.addEventListener("input", () => {
   useWords(words);
   const isNew = words.some((word) => !initial.tokens.some((token) => token.toLowerCase() === word.toLowerCase()));
   note.textContent = [
-    isNew ? "The numbers of new words are drawn from their letters; a model would learn them. Change any of them." : "",
+    isNew ? "The numbers of new words are derived from their letters; a model would learn them. Change any of them." : "",
     leftOut ? `The first ${MAX_WORDS} words are used.` : "",
   ].filter(Boolean).join(" ");
 });
@@ -345,7 +345,7 @@ const desk = el("div", { class: "desk" },
 
 document.getElementById("app").classList.add("wide");
 document.getElementById("app").append(
-  pageHeader("Attention as matrices", `${data.shape}. Press Play, click any cell to see how it is made, or change a number of Q, K or V.`),
+  pageHeader("Attention as matrices", `${data.shape}. Press Play, click any cell to see how it is computed, or change a number of Q, K or V.`),
   el("div", { class: "setup" },
     ...(sentence ? [el("div", { class: "words" }, el("label", { for: "sentence" }, "Your sentence"), sentence)] : []), reset, queryBox),
   note,

@@ -177,7 +177,7 @@ function quarantineElement() {
       el("tr", {}, el("td", {}, tokenElement(name)), el("td", {}, kind), el("td", {}, tokenElement(reason))))));
   return el("details", { id: "quarantine" },
     el("summary", {}, `${formatCount(total, "document")} quarantined: ${kinds.map(([kind, n]) => `${formatCount(n)} ${kind}`).join(", ")}`),
-    scrollBox("Quarantined documents", table), total > shown.length ? el("p", { class: "soft" }, `The first ${shown.length}; Survey.quarantined has all of them.`) : []);
+    scrollBox("Quarantined documents", table), total > shown.length ? el("p", { class: "soft" }, `The first ${shown.length}; Survey.quarantined lists all of them.`) : []);
 }
 
 function leadText() {

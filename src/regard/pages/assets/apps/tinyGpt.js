@@ -60,7 +60,7 @@ const announcement = el("p", { class: "visually-hidden", role: "status", id: "an
 const steps = createWeightSteps({
   explain: (query, key) => model.ask("explain", { pair: state.pair, query, key }),
   texts: () => ({ query: shownSign, key: shownSign, token: tokenizer.sign,
-    source: `${state.off[state.pair] ? "This head is switched off: it writes nothing. These are the numbers that it would have. " : ""}Query and key after the rotary position embedding (rope), which turns each by the position of its token.` }),
+    source: `${state.off[state.pair] ? "This head is switched off: it adds nothing. These are the numbers that it would have. " : ""}Query and key after the rotary position embedding (rope), which rotates each by the position of its token.` }),
 });
 const shownSign = (position) => tokenizer.sign(shown.tokens[position]);
 const wordBox = el("div");
@@ -74,7 +74,7 @@ function drawGuess() {
   guesses.draw(shapeGuess(row, state.temperature, state.topK), row);
   guessTitle.textContent = isLast ? "What comes next?" : `What comes after token ${position}?`;
   guessKind.textContent = state.temperature === 0 ? "At temperature 0 the most likely token is always written." : `At temperature ${state.temperature}${state.topK < vocabulary ? `, among the ${state.topK} best` : ""}:`;
-  guessNote.textContent = isLast ? "Choose a token to write it." : `It was ${nameOf(tokens[position + 1])}, with ${formatShare(row[tokens[position + 1]])} at temperature 1. Choose another token to write on from here.`;
+  guessNote.textContent = isLast ? "Choose a token to write it." : `It was ${nameOf(tokens[position + 1])}, with ${formatShare(row[tokens[position + 1]])} at temperature 1. Choose another token to continue from here.`;
   const before = rowOf(shown.intact, position), wanted = bestOf(before), count = state.off.reduce((a, b) => a + b, 0);
   if (count) guessNote.append(` ${formatCount(count, "head is", "heads are")} off.`);
   offNote.hidden = count === 0;
@@ -317,7 +317,7 @@ const card = (id, title, caption, ...children) => el("section", { class: "card",
 app.setAttribute("aria-busy", "true");
 app.append(
   pageHeader("A tiny GPT, running in this page",
-    `It has ${formatCount(record.parameters)} numbers, and read ${(record.training.text.train_bytes / 1e6).toFixed(1)} MB of children’s stories. It does one thing: guess the next token, which is a word or a piece of one.`),
+    `It has ${formatCount(record.parameters)} numbers, and read ${(record.training.text.train_bytes / 1e6).toFixed(1)} MB of children’s stories. It does one thing: guess the next token, which is a word or part of a word.`),
   el("div", { class: "top" },
     el("section", { class: "card", id: "write", "aria-labelledby": "write-heading" },
       el("h2", { id: "write-heading" }, el("label", { for: "text" }, "Type the beginning of a story")), input,
@@ -328,17 +328,17 @@ app.append(
       strip.node, windowNote),
     el("section", { class: "card", id: "next", "aria-labelledby": "next-title" }, guessTitle, guessKind, guesses.node, guessNote,
       el("div", { class: "sliders" }, temperature.node, topK.node),
-      el("p", { class: "map-note" }, "Temperature: 1 is the guess of the model. Below 1 likely tokens become more likely, above 1 rare ones get a chance."))),
+      el("p", { class: "map-note" }, "Temperature: 1 is the guess of the model. Below 1, likely tokens become more likely; above 1, rare tokens become more likely."))),
   card("layers", "How the guess forms",
     `Each token carries a list of ${width} numbers, and every layer adds to it. Attention fetches something from earlier tokens, the MLP works on it. Here the list is read after every step, as if the model ended there.`,
     lensNote, lens.node),
   card("heads", "Where it looks: the attention heads",
-    `Each layer has ${heads} heads. For every token, a head decides how much to look at each earlier token. Choose a head to see its map for your text. Switch it off to see what it is good for.`,
+    `Each layer has ${heads} heads. For every token, a head decides how much to look at each earlier token. Choose a head to see its map for your text. Switch it off to see what it does.`,
     el("div", { class: "head-columns" },
       el("div", {}, offNote, headMaps.grid, el("div", { class: "controls" }, button("try", "Which heads matter here?", tryHeads)), effectNote),
       headMaps.detail), steps.node),
   card("words", "Words as numbers",
-    `The model knows no words, only numbers. To guess, it compares the ${width} numbers at the end of its last layer with ${width} numbers of each token, which were learned in training (the unembedding). Words that can stand in the same place have similar numbers, and are near each other here.`, wordBox),
+    `The model does not see words, only numbers. To guess, it compares the ${width} numbers at the end of its last layer with ${width} numbers of each token, which were learned in training (the unembedding). Words that can replace each other have similar numbers, and are close together here.`, wordBox),
   modelFacts(record),
   announcement,
 );

@@ -49,7 +49,7 @@ function drawLoss() {
   const texts = losses.map(({ name, ys }) => [name, formatNumber(ys[state.place])]);
   chart.draw({
     curves: losses, main: losses[0].kind, highest, highestText: formatNumber(highest), index: state.place,
-    label: `Loss over the steps of training. At step ${data.steps[state.place]}: ${texts.map((pair) => pair.join(" ")).join(", ")}.`,
+    label: `Loss over the training steps. At step ${data.steps[state.place]}: ${texts.map((pair) => pair.join(" ")).join(", ")}.`,
   });
   keys.replaceChildren(...losses.map(({ kind }, i) =>
     el("span", { class: `key ${kind}` }, tokenElement(texts[i][0]), " ", el("b", { id: kind }, texts[i][1]))));
@@ -77,14 +77,14 @@ function setState(change) {
   showCell();
 }
 
-const steps = slider("step of training", "step", data.steps.map(String), 0, (place) => setState({ place }));
+const steps = slider("training step", "step", data.steps.map(String), 0, (place) => setState({ place }));
 const heads = radioGroup("head", "Head", data.heads, (head) => {
   setState({ head });
   bringIntoView(box, heads);
 });
 steps.input.addEventListener("change", () => bringIntoView(box, steps.node)); // after the slider is released
 document.getElementById("app").append(
-  pageHeader("Attention while it learns", "Queries down, keys across. Slide through the steps of training, and point at a cell."),
+  pageHeader("Attention while it learns", "Queries down, keys across. Slide through the training steps, and point at a cell."),
   el("section", { class: "card" }, steps.node),
   el("div", { class: "beside" },
     el("section", { class: "card", "aria-label": "Map" }, heads, box,

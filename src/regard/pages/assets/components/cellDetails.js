@@ -14,7 +14,7 @@ function contextElements(names, n) {
   return [low > 0 ? "… " : "", words, high < names.length ? " …" : ""];
 }
 
-const HINT = "Point at the map, or select a cell with the arrow keys, to see its weight and both tokens. Click it, or press Enter, to see how it arose.";
+const HINT = "Point at the map, or select a cell with the arrow keys, to see its weight and both tokens. Click it, or press Enter, to see how it was computed.";
 
 // `goTo(row, column)` is called when a key of the list is clicked; `hint` is shown until a cell is selected, and
 // without `hasList` the largest weights are not listed.

@@ -12,7 +12,7 @@ import { createStoredSteps } from "./weightSteps.js";
 
 const MAX_LINE_TOKENS = 64; // so that both columns can be read
 const LINES_HINT = "Point at a token, or select one with the arrow keys, to see its largest weight and both tokens.";
-const TEXT_HINT = "Click a token to colour the text by it. Point at another, or move to it with the arrow keys, to see the weight between both.";
+const TEXT_HINT = "Click a token to colour the text by it. Point at another token, or move to it with the arrow keys, to see the weight between the two.";
 export const VIEWS = ["map", "lines", "text"];
 const CREATE = {
   map: { create: createWeightMap, options: {} },

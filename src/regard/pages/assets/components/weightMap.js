@@ -34,7 +34,7 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
   let [rows, columns] = size;
   const canvas = el("canvas", { class: "map", tabindex: "0", role: "application", "aria-describedby": "map-status" });
   const labelMap = () => canvas.setAttribute("aria-label", `Map of ${formatCount(rows)} queries down and ${formatCount(columns)} keys across. `
-    + `Arrow keys select a cell, ${onOpen ? "Enter shows how its weight arose, " : ""}plus and minus zoom, Home shows the whole map.`);
+    + `Arrow keys select a cell, ${onOpen ? "Enter shows how its weight was computed, " : ""}plus and minus zoom, Home shows the whole map.`);
   const box = el("div", { class: "map-box" }, canvas);
   const status = el("p", { class: "map-status", id: "map-status", role: "status" });
   const range = el("span", { class: "map-range" });
@@ -271,7 +271,7 @@ export function createWeightMap({ matrix, head = 0, size, tokens, queries, overv
     const block = `${upTo}${formatCount(high)} × ${formatCount(wide)} weights`;
     if (high * wide === 1) return "Every weight of this view has its own cell.";
     const isExact = reduce === "max" || !useTiles || (rowStep <= PROBES && columnStep <= PROBES);
-    const where = useTiles ? "all computed in this page" : "computed when the page was made";
+    const where = useTiles ? "all computed in this page" : "computed when the page was built";
     const overHeads = !useTiles && overview.heads && reduce === "max" ? `the mean over ${overview.heads} heads of ` : "";
     const widened = !useTiles && isWidened ? ` Weights from ${LARGE_WEIGHT} are drawn larger.` : "";
     if (isExact) return `Each point is ${overHeads}the ${NAMES[reduce]} of ${block}, ${where}.${widened}`;

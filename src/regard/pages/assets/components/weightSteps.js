@@ -103,7 +103,7 @@ export function createWeightSteps({ explain, texts }) {
     if (kind === "written") {
       return { words: ["The output matrix of the layer turns this share into numbers that are added to the residual stream of ", quote(queryName),
         `. Their length is ${formatNumber(written.norm)}; all keys of this head together write ${formatNumber(written.head)} to a stream of length ${formatNumber(written.stream)}. `,
-        "Read directly by the last norm and the unembedding, without the layers between, they change the logits so (compared to the average logit):"],
+        "If the last norm and the unembedding read them directly, without the layers between, they change the logits as follows (relative to the average logit):"],
       formula: written.promoted.slice(0, 3).map(([token, change]) => `“${names.token(token)}” ${change > 0 ? "+" : ""}${formatNumber(change)}`).join(", ") };
     }
     const raw = shown.keys.map((_, k) => (k === shown.column ? sum : null)), keys = raw.map(() => shown.key);
@@ -169,6 +169,6 @@ export function createStoredSteps({ explain, names }) {
     ...names(),
     source: "Query and key as attention received them, after a rotary embedding if the model has one, rounded to half precision.",
     missing: "This page has queries and keys, but not the values, so it ends at the weight.",
-    unavailable: "This is a mean over heads: each has its own queries and keys. Open a single head to see how its weights arose.",
+    unavailable: "This is a mean over heads: each has its own queries and keys. Open a single head to see how its weights were computed.",
   }) });
 }

@@ -69,7 +69,7 @@ export function createHeadMaps({ layers, heads }, tokenizer, { onHead, onSwitch,
   const picture = map.node.querySelector("canvas");
   picture.addEventListener("keyup", ({ key }) => key.startsWith("Arrow") && bringIntoView(status, picture));
   const detail = el("div", { class: "head-detail" }, title, habit,
-    el("p", { class: "map-note" }, "Rows: the token that looks. Columns: the token it looks at. Click a cell, or press Enter on it, to see how its weight arose."), map.node, status, stripNote, strip.node);
+    el("p", { class: "map-note" }, "Rows: the token that looks. Columns: the token it looks at. Click a cell, or press Enter on it, to see how its weight was computed."), map.node, status, stripNote, strip.node);
 
   function chooseHead(pair) {
     bringIntoView(title, picture, grid);

@@ -20,7 +20,7 @@ export function modelFacts({ config, parameters, training, bits }) {
     ["model", `${layers} layers of ${heads} heads and an MLP of ${hidden}, ${width} numbers for each token, ${formatCount(parameters)} parameters`],
     ["reads", `tokens: ${formatCount(config.vocabulary)} words and pieces of words; at most ${config.context} of them at a time`],
     ["training text", `${training.text.name}, ${(training.text.train_bytes / 1e6).toFixed(2)} MB; the model read ${(read / 1e6).toFixed(1)} million tokens in ${formatCount(training.steps)} steps`],
-    ["numbers", "weights are stored as int8 with a factor for each row, and computed with in float64; probabilities agree with PyTorch’s to 0.00001"],
+    ["numbers", "weights are stored as int8 with a factor for each row, and converted to float64; probabilities agree with PyTorch’s to 0.00001"],
   ];
   return el("section", { class: "card", id: "about", "aria-labelledby": "about-heading" }, el("h2", { id: "about-heading" }, "How good is it?"),
     el("p", { class: "caption" }, "It writes short simple stories and soon loses the thread. Larger models of the same kind, trained on far more text, lose it later."),

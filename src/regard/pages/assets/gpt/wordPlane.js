@@ -20,7 +20,7 @@ export function createWordPlane({ words, plane }, unembedding, width, tokenizer)
   const vector = (token) => unembedding.subarray(token * width, (token + 1) * width);
   const along = (x, size, edge) => edge + ((x + 1) / 2) * (size - 2 * edge);
   const marks = words.map((token, i) => svgElement("text", { x: along(plane[i][0], WIDTH, EDGE[0]), y: along(-plane[i][1], HEIGHT, EDGE[1]), "data-token": `${token}` }, tokenizer.sign(token)));
-  const picture = svgElement("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "word-plane", role: "img", "aria-label": `Map of ${words.length} words; those used alike are near each other` }, marks);
+  const picture = svgElement("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "word-plane", role: "img", "aria-label": `Map of ${words.length} words; words with similar uses are close together` }, marks);
   const title = el("h3"), near = el("p", { id: "near" }), bars = el("canvas", { id: "vector", role: "img", width: `${width}`, height: "1", "aria-label": `${width} numbers as stripes` });
   const numbers = el("p", { class: "map-note", id: "numbers" });
   const node = el("div", { class: "word-box" }, scrollBox("Map of words", picture), el("div", { class: "word-detail" }, title, bars, numbers, near));
