@@ -349,7 +349,7 @@ class Coarse(BoundMeasure):
         return state
 
     def merge(self, a: Array, b: Array) -> Array:
-        return find_engine("merge", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
+        return find_engine("measure", a=a).xp.maximum(a, b) if self.reduce == "max" else a + b
 
     def finish(self, state: Array) -> Array:
         if self.reduce != "mean":
@@ -505,7 +505,7 @@ class Spread(Distance):
         return state
 
     def merge(self, a: Array, b: Array) -> Array:
-        xp = find_engine("merge", a=a).xp
+        xp = find_engine("measure", a=a).xp
         total_a, mean_a, deviations_a = (a[..., i] for i in range(3))
         total_b, mean_b, deviations_b = (b[..., i] for i in range(3))
         total = total_a + total_b

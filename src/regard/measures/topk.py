@@ -87,7 +87,7 @@ class MaxWeight(Measure):
         # Zeros have index 0 from the start, as in the dense matrix, where masked keys are zeros too.
         tied = ((a.values == b.values) & (b.values > 0)) | (a_nan & b_nan)
         take_b = ((b.values > a.values) & ~a_nan) | (b_nan & ~a_nan) | (tied & (b.indices < a.indices))
-        where = find_engine("merge", values=a.values).xp.where
+        where = find_engine("measure", values=a.values).xp.where
         return TopKResult(*(where(take_b, y, x) for x, y in zip(a, b, strict=True)))
 
 
@@ -119,7 +119,7 @@ class MaxScore(Measure):
         return state
 
     def merge(self, a: Array, b: Array) -> Array:
-        return find_engine("merge", a=a).xp.maximum(a, b)
+        return find_engine("measure", a=a).xp.maximum(a, b)
 
 
 class PendingTile(NamedTuple):
@@ -240,7 +240,7 @@ class TopK(Measure):
         return TopKState(self._merge_results(self.compact(a).top, self.compact(b).top), [], [])
 
     def _merge_results(self, a: TopKResult, b: TopKResult) -> TopKResult:
-        xp = find_engine("merge", values=a.values).xp
+        xp = find_engine("measure", values=a.values).xp
         indices = xp.concat([a.indices, b.indices], axis=-1)
         values = xp.concat([xp.astype(x.values, a.values.dtype) for x in (a, b)], axis=-1)
         # By index, then by value: both sorts are stable, so equal weights stay in the order of their keys.
