@@ -134,13 +134,15 @@ def compare_calls(
     if not causes and same_shape:
         output_limit = _output_limit(a, tensors_a, limit)
         if sizes["weights"] > output_limit:
-            message = "Query, key, scale and mask agree, and the weights differ: a score modification does."
+            message = (
+                "Query, key, scale and mask agree, but the weights differ, so a score modification differs."
+            )
             hint = "Compare the score_mod, the position bias and the soft cap."
             causes.append(
                 Finding("bias", "error", message, hint=hint, evidence={"weights": sizes["weights"]})
             )
         elif sizes["output"] > output_limit:
-            message = "Query, key, value and mask agree, and the output differs."
+            message = "Query, key, value and mask agree, but the output differs."
             hint = "Compare the attention functions: dropout, the dtype of the softmax, and the order of the values."
             causes.append(
                 Finding("output", "error", message, hint=hint, evidence={"output": sizes["output"]})
@@ -303,9 +305,7 @@ def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer
         if concerned:
             return [build(a, b, concerned), *causes]
     if {"query", "key"} <= differing.keys() and _are_states_swapped(a, b):
-        message = (
-            "The queries of B are projections of what A projects to keys, and its keys the other way round."
-        )
+        message = "The queries of B are projections of what A projects to keys, and its keys vice versa."
         hint = "Cross-attention takes queries from the decoder, and keys and values from the encoder: swap the two."
         return [_build_cause("encoder states", differing, hint, message), *causes]
     if differing:
@@ -387,7 +387,7 @@ def _explain_layout(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Find
 
 
 def _explain_shape(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
-    hint = "Compare models of the same sizes: vectors of other sizes have nothing in common."
+    hint = "Compare models of the same sizes: vectors of different sizes cannot be compared."
     if a.query.shape[1:] == b.query.shape[1:] and a.key.shape[1:] == b.key.shape[1:]:
         hint = "Run both models on the same batch."
     return _build_cause("shape", concerned, hint)
@@ -421,7 +421,7 @@ def _explain_order(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Findi
     if "query" not in concerned and max(a.steps, b.steps) > 1:
         hint = "Append each step's own key and value to the cache, and keep the order of tokens and batch entries."
         return _build_cause("cache", concerned, hint)
-    return _build_cause("other tokens", concerned, "The inputs of the two runs are in another order.")
+    return _build_cause("other tokens", concerned, "The inputs of the two runs are in different orders.")
 
 
 def _explain_turn(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
@@ -478,8 +478,8 @@ def _projection(
             )
         return _build_cause("projection", differing, hint, message, is_located=True)
     if layer == 0 and rows and len(rows) < a.query.shape[-2]:
-        message = f"The {names} of some rows differ in the first layer, and the other rows agree."
-        hint = "The two runs were given other tokens there."
+        message = f"The {names} of some rows differ in the first layer, but the other rows agree."
+        hint = "The two runs received different tokens there."
         return _build_cause("other tokens", differing, hint, message, is_located=True)
     before = (
         "the embedding, its scale, the norm before the layer, and the projections"
@@ -493,7 +493,7 @@ def _projection(
         hint += " Record with watch(values=True) to compare what the layer before returned."
     largest = max(relation.size for relation in differing.values())
     if largest <= ORDINARY_TOLERANCE["bfloat16"]:
-        hint += " The difference is as small as rounding to bfloat16 would make it."
+        hint += " The difference is no larger than rounding to bfloat16."
     return _build_cause("projection", differing, hint, message, is_located=True)
 
 
@@ -784,7 +784,7 @@ def explain_weights(a: Call, b: Call, relations: Mapping[str, Relation], limit: 
         message = f"The scores of B are {ratio:.4g} × those of A, by their weights."
         hint = "Compare the scale, and the factors of query and key."
         return [Finding("scale", "error", message, hint=hint, evidence={"ratio": ratio})]
-    message = f"The weights differ by {weights.size:.2g}; the layer computes its own softmax, so nothing else is known."
+    message = f"The weights differ by {weights.size:.2g}; the layer computes its own softmax, so its cause is unknown."
     hint = "Let the layer call F.scaled_dot_product_attention to compare its query and key."
     return [Finding("weights", "error", message, hint=hint, evidence={"weights": weights.size}, **where)]
 

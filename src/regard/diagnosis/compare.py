@@ -498,8 +498,8 @@ class _Comparer:
             self.previous = found.largest
         if differences and not self.diverged and self.previous > GROWN_ROUNDING:
             self.notes.append(
-                f"Rounding has grown to {self.previous:.2g} before layer {layer}, and may be all there is: compare in "
-                "a wider dtype."
+                f"Rounding has grown to {self.previous:.2g} before layer {layer} and may be the only difference: "
+                "compare in a wider dtype."
             )
         if found.equivalent and found.equivalent not in self.notes:
             self.notes.append(found.equivalent)
@@ -576,7 +576,7 @@ class _Comparer:
         """Name the module of a projection that differs, whose input agrees."""
         pair, before = found.pair, found.before
         weights = self._compare_weights(pair) or "Compare its weights."
-        hint = f"{pair.name} ({pair.class_name}) is the first module that returns something else. {weights}"
+        hint = f"{pair.name} ({pair.class_name}) is the first module with a different output. {weights}"
         if not found.is_inside:
             start = "" if before is None else f"what {before.name} returns agrees, and "
             hint = f"Compare the code before {pair.name}: {start}what it reads differs."
@@ -636,7 +636,7 @@ class _Comparer:
         origin = origins[run]
         if origin is not None and places[0] != places[1]:
             elsewhere = origins[1 - run]
-            other = "" if elsewhere is None else f" Those of the other run began {elsewhere.describe()}."
+            other = "" if elsewhere is None else f" In the other run, they began {elsewhere.describe()}."
             state = "whose input is finite" if origin.is_inside else "and not in a module"
             message = f"{'AB'[run]} has NaN or inf, which began {origin.describe()}, {state}.{other}"
             known = f" {finding.message}" if finding is not None and "unknown" in finding.message else ""
@@ -663,7 +663,7 @@ class _Comparer:
         roots = [[event for event in x._trace.events if not event.name] for x in (self.a, self.b)]
         if not roots[0] or not roots[1]:
             return "the model itself was not called, so its output was not recorded"
-        return "the outputs of the model have other shapes and were not compared"
+        return "the outputs of the models have different shapes and were not compared"
 
     def _report_missing(self, name: str, word: str) -> None:
         other = "B" if word == "A" else "A"
@@ -677,7 +677,7 @@ class _Comparer:
     def _report_tokens(self) -> None:
         row = self.table[0]
         rows = "no rows" if not self.rows else f"the {self.rows:,} rows before"
-        message = f"The runs read other tokens from position {self.rows:,} on; {rows} can be compared."
+        message = f"The runs read different tokens from position {self.rows:,} on; {rows} can be compared."
         hint = "Run both models on the same tokens to compare everything."
         difference = Finding("other tokens", "error", message, hint=hint)
         self.findings.append(_locate(difference, 0, row["module_a"], row["module_b"]))

@@ -196,12 +196,12 @@ def check_repeated(exam: Examination) -> Finding | None:
         if 0 < before < now:
             return logged.build_finding(
                 "state kept between calls",
-                "A second call on the same inputs attends to the keys of the first: its cache was kept.",
+                "A second call on the same inputs attends to the keys of the first call: the cache was kept.",
                 {"keys of the first call": before, "keys of the second": now},
                 "Create the cache in each call, or clear it before a new sequence.",
             )
-    message = "The same inputs give another output the second time, in eval mode."
-    hint = "Look for dropout that ignores eval mode, random numbers in forward, and state that calls leave behind."
+    message = "The same inputs give a different output the second time, in eval mode."
+    hint = "Look for dropout that ignores eval mode, random numbers in forward, and state that is kept between calls."
     return Finding("not deterministic", "error", message, module, evidence=evidence | where, hint=hint)
 
 
@@ -281,10 +281,10 @@ def check_future_token(exam: Examination) -> Finding | None:
     affected = (difference > exam.tolerance).any(0).nonzero().flatten().tolist()
     message = "Changing the last token changes outputs before it, so the future leaks into the past."
     if exam.stated_causal is None:
-        message += " The model was taken for causal; if it is not, say so with causal=False."
+        message += " The model was assumed to be causal; if it is not, pass causal=False."
     evidence = {"largest relative change": float(difference.amax()), "tokens": tokens.shape[1]}
-    hint = "If no layer attends to later tokens, look at what mixes tokens outside the attention: a reshape without "
-    hint += "transpose, a norm, mean or convolution over tokens."
+    hint = "If no layer attends to later tokens, look for code that mixes tokens outside the attention: a reshape "
+    hint += "without transpose, a norm, mean or convolution over tokens."
     rows = exam.positions[0] < tokens.shape[1] - 1
     module, where = exam.locate_change(partial(subject.run, tokens), partial(subject.run, replaced), rows)
     return Finding(
@@ -297,7 +297,9 @@ def check_previous_token(exam: Examination) -> Finding | None:
     change = float(exam.compare(exam.subject.replace_token(exam.tokens, -2))[:, -1].amax())
     if change > 1e-6:
         return None
-    message = "Changing the previous token does not change the output of the last: tokens do not attend to each other."
+    message = (
+        "Changing the previous token does not change the output of the last: no token attends to another."
+    )
     hint = "Check the mask, and that the call gets (batch, heads, n, head_dim)."
     kind = "tokens do not reach each other"
     return Finding(kind, "error", message, evidence={"relative change": change}, hint=hint)
@@ -316,7 +318,7 @@ def check_swapped_tokens(exam: Examination) -> Finding | None:
         return None
     message = "Swapping two earlier tokens does not change the last output: their order has no effect."
     evidence = {"relative change": change, "swapped": f"tokens {column} and {column + 1}"}
-    hint = "Add position embeddings, apply rotary positions, or add a position bias; ignore this for sets."
+    hint = "Add position embeddings, apply rotary positions, or add a position bias; ignore this if the input is a set."
     return Finding("positions have no effect", "warning", message, evidence=evidence, hint=hint)
 
 
@@ -334,7 +336,7 @@ def check_shifted_positions(exam: Examination) -> Finding | None:
     message = (
         f"Shifting all positions by {SHIFT} changes the output, and the model has no table of positions."
     )
-    hint = "Rotary positions and position biases depend on differences only. Ignore this for sinusoidal embeddings."
+    hint = "Rotary positions and position biases depend only on differences. Ignore this for sinusoidal embeddings."
     evidence = {"largest relative change": shifted}
     return Finding("positions are not relative", "warning", message, evidence=evidence, hint=hint)
 
@@ -416,7 +418,7 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
 
     difference, tolerance = compare(own_positions=not with_positions)
     evidence: dict[str, Any] = {"padding": f"{PADDING} tokens on the {side}"}
-    message = f"A text padded on the {side} has another output than alone, although its padding is masked."
+    message = f"A text padded on the {side} has a different output than without padding, although padding is masked."
     if not difference > tolerance:
         # The model can be passed positions, so its own are checked separately from its masks.
         has_own = with_positions and not subject.requires(subject.positions_name)
@@ -426,9 +428,7 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
         if not difference > tolerance:
             return None
         evidence |= {"largest relative difference": difference, "with position_ids passed": "the same output"}
-        message = (
-            f"A text padded on the {side} has another output than alone, unless it is passed position_ids."
-        )
+        message = f"A text padded on the {side} differs from the text alone unless position_ids are passed."
         hint = "Compute the positions of a padded batch as attention_mask.cumsum(-1) - 1, per batch entry."
         return Finding("positions of padded tokens", "error", message, evidence=evidence, hint=hint)
     if math.isinf(difference):
@@ -436,7 +436,8 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
             (subject.run_source if subject.is_encoder_decoder else subject.run)(padded, mask)
         origin = trace.find_not_finite()
         message = (
-            f"The output of a text padded on the {side} has NaN or inf, and that of the text alone has none."
+            f"The output of a text padded on the {side} has NaN or inf, but the output of the text without padding "
+            f"does not."
         )
         evidence |= {} if origin is None else {"begins": origin.describe()}
         hint = "Rows of padding may attend to no key, so mask with a number that is finite in the softmax's dtype; "
@@ -501,7 +502,7 @@ def check_cached(exam: Examination, chunks: bool) -> list[Finding]:
     if causes or output.shape != base.shape:
         return causes
     token = int((difference > exam.tolerance).nonzero()[0])
-    message = "Tokens that run with a cache have other outputs than in the whole sequence."
+    message = "Tokens that run with a cache have different outputs than in one pass over the whole sequence."
     evidence = {"first token": token, "largest relative difference": float(difference.amax())}
     hint = "Compare positions, masks and cached keys of the first step that differs."
     severity: Severity = "error" if max(sizes[1:]) == 1 else "warning"
@@ -536,12 +537,10 @@ def check_padded_cache(exam: Examination) -> Finding | None:
     ]
     if changes[0] > tolerance >= changes[1]:
         message = "Steps with a cache attend to the padding of the prompt; the whole batch does not."
-        hint = (
-            "Pass the attention_mask of all keys, cached ones included, in every step: (batch, cached + new)."
-        )
+        hint = "Pass the attention_mask of all keys, including cached keys, in every step: (batch, cached + new)."
         evidence["change by other padding tokens"] = changes[0]
         return Finding("cache: padding not masked", "error", message, evidence=evidence, hint=hint)
-    message = "Tokens of a padded batch have other outputs with a cache than in the whole batch."
+    message = "Tokens of a padded batch have different outputs with a cache than in one pass."
     hint = "Compare mask and positions of the first step: cached tokens without padding, then + 1."
     return Finding("cached steps differ", "error", message, evidence=evidence, hint=hint)
 
@@ -579,7 +578,7 @@ def _check_shared(cached: Sequence[LoggedCall]) -> Finding | None:
         ):
             return after.build_finding(
                 "cache: shared by layers",
-                "The keys of a layer begin with those of the layer before: both append to the same cache.",
+                "The keys of a layer begin with the keys of the layer before: both append to the same cache.",
                 {"keys of the layer before": n, "keys of this layer": after.key.shape[-2]},
                 "Create one cache for each layer: [Cache() for _ in layers], not [Cache()] * len(layers).",
             )
@@ -842,7 +841,7 @@ def check_silent_norms(exam: Examination) -> list[Finding]:
             message = f"The layer does not call {' and '.join(names)}, and changing its weights does not change the "
             message += "output."
             hint = "Call it where the reference does: q_norm and k_norm on each head, before rotary positions. If "
-            hint += "another mode of the model uses it, this is no fault."
+            hint += "another mode of the model uses it, this is not a fault."
             evidence = {"norms": ", ".join(names), "largest change of the output": 0.0}
             kind = "weights without effect"
             findings.append(logged.build_finding(kind, message, evidence, hint, "warning"))

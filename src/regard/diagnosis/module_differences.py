@@ -325,8 +325,8 @@ def describe_relation(a: Tensor, b: Tensor, within: float) -> str:
     if float((second - ratio * first).square().sum()) <= within**2 * norm and abs(ratio - 1) > within:
         return f"is {ratio:.4g} times as large in B"
     for name, parts in {
-        "has the same numbers at other places of each row in B": (first, second),
-        "has the same numbers at other places in B": (first.flatten(1), second.flatten(1)),
+        "has the same numbers in a different order within each row in B": (first, second),
+        "has the same numbers in different places in B": (first.flatten(1), second.flatten(1)),
     }.items():
         ordered = [part.sort(-1).values for part in parts]
         if float((ordered[0] - ordered[1]).square().sum()) <= within**2 * square:
@@ -363,7 +363,7 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
     if not difference.is_inside:
         start = "Before it nothing is known:" if before is None else f"What {before.name} returns agrees, and"
         end = f"what {name} reads" if pair.name and pair.reads_others else f"what {name} returns"
-        message = f"{start} {end} differs: they part in the code between the two."
+        message = f"{start} {end} differs: they diverge in the code between the two."
         relation = describe_relation(pair.a.input, pair.b.input, pair.limit) if pair.reads_others else ""
         if relation:
             message += f" It {relation}."
@@ -378,17 +378,17 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
         message = (
             f"{name} ({pair.class_name}) of B reads its table {rows} than that of A, for the same tokens."
         )
-        hint = "Compare the offset of the position table: OPT's begins with two rows that are no positions."
+        hint = "Compare the offset of the position table: in OPT, the first two rows are not positions."
         return Finding(
             "position ids", "error", message, hint=hint, evidence=evidence | {"offset": shift}, **place
         )
-    message = f"{name} ({pair.class_name}) returns something else, and its input agrees."
+    message = f"{name} ({pair.class_name}) has a different output, although its input agrees."
     if pair.a.input is None and pair.b.input is None:
-        message = f"{name} ({pair.class_name}) returns something else for the same ids."
+        message = f"{name} ({pair.class_name}) has a different output for the same ids."
         if pair.a.ids is None or pair.b.ids is None:
-            message = f"{name} ({pair.class_name}) returns something else; its input was not recorded."
+            message = f"{name} ({pair.class_name}) has a different output; its input was not recorded."
     if pair.a.num_parts and pair.b.num_parts and pair.name:
-        message += " The modules in it agree, so it is the code around them."
+        message += " The modules inside it agree, so the code around them differs."
     relation = describe_relation(pair.a.output, pair.b.output, pair.limit)
     message += f" Its output {relation}." if relation else ""
     if pair.a.class_name != pair.b.class_name:

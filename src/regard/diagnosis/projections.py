@@ -181,7 +181,7 @@ def _check_merge(logged: LoggedCall) -> Finding | None:
                 "The input of the output projection has channel 0 of every head first, then channel 1, where heads are "
                 "merged one after another.",
                 evidence | {"input of the next layer": event.name},
-                f"{hint} If the model was trained with this order, this is no fault.",
+                f"{hint} If the model was trained with this order, this is not a fault.",
                 "warning",
             )
     return None
@@ -213,7 +213,7 @@ def _check_used_heads(logged: LoggedCall) -> Finding | None:
                 ),
                 "projection": event.name,
             }
-            message = f"Some {name} heads of the projection are attended to by no query head."
+            message = f"Some {name} heads of the projection are not used by any query head."
             hint = "Give each group of query heads its own: repeat_interleave(groups, dim=1), or enable_gqa=True."
             return logged.build_finding("key heads not used", message, evidence, hint)
     return None
@@ -241,14 +241,16 @@ def _check_head_order(logged: LoggedCall) -> Finding | None:
         "value heads": ", ".join(map(str, value)),
     }
     if key != value:
-        message = "Keys and values were repeated in different orders, so a head reads the values of another."
+        message = (
+            "Keys and values were repeated in different orders, so a head reads the values of another head."
+        )
         hint = "Repeat both with repeat_interleave(groups, dim=1), or pass enable_gqa=True."
         return logged.build_finding("key and value heads differ", message, evidence, hint)
     if key != [head % len(set(key)) for head in range(heads)]:
         return None
-    message = "Key heads were tiled (0, 1, 0, 1), where grouped attention repeats each one (0, 0, 1, 1)."
+    message = "Key heads were tiled (0, 1, 0, 1), but grouped attention repeats each one (0, 0, 1, 1)."
     hint = "Use repeat_interleave(groups, dim=1) or expand, not repeat; or pass enable_gqa=True. If the model was "
-    hint += "trained with tiled heads, this is no fault."
+    hint += "trained with tiled heads, this is not a fault."
     return logged.build_finding("key heads tiled", message, evidence, hint, "warning")
 
 
@@ -337,7 +339,7 @@ def check_encoder_states(calls: Sequence[LoggedCall], encoded: Tensor) -> list[F
                 findings.append(
                     logged.build_finding(
                         "cross-attention keys",
-                        f"The keys are not computed from the encoder's output as it is: {change}.",
+                        f"The keys are not computed from the unchanged encoder output: {change}.",
                         {"layer": event.name, "encoder output": str(tuple(encoded.shape))},
                         "Pass encoder_outputs of the same batch, in the same order; reorder both with the beams.",
                     )

@@ -153,7 +153,7 @@ def _check_axis(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
         return None
     return logged.build_finding(
         "rotary: wrong axis",
-        "Queries turn with the number of the head, and not with the position of the token.",
+        "Queries are rotated by the number of the head instead of the position of the token.",
         {
             "turn of each head (rad)": ", ".join(f"{angle:.3g}" for angle in angles.tolist()),
             "turn per token": 0.0,
@@ -166,15 +166,15 @@ def _check_equal(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     """Check that queries and keys turn by the same angles."""
     message = ""
     if query.is_turn and key.kind == "none":
-        message = "Queries turn with their position, and keys do not."
+        message = "Queries are rotated by their position, but keys are not."
     elif key.is_turn and query.kind == "none":
-        message = "Keys turn with their position, and queries do not."
+        message = "Keys are rotated by their position, but queries are not."
     elif query.is_turn and key.is_turn:
         have_many_pairs = min(len(query.angles), len(key.angles)) > 1
         if query.start != key.start or (query.layout != key.layout and have_many_pairs):
-            message = "Queries and keys turn different pairs of numbers."
+            message = "Different pairs of numbers are rotated in queries and keys."
         elif not _have_equal_angles(query.angles, key.angles):
-            message = "Queries and keys turn by different angles."
+            message = "Queries and keys are rotated by different angles."
     if not message:
         return None
     evidence = {"query": _describe(query), "key": _describe(key)}
@@ -196,7 +196,7 @@ def _check_even(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     worst = max(query.unevenness, key.unevenness)
     return logged.build_finding(
         "rotary: positions rounded",
-        "The turn from one position to the next is not always the same: positions or angles were rounded.",
+        "The rotation from one position to the next is not constant: positions or angles were rounded.",
         {
             "largest deviation (rad)": worst,
             "query": _describe(query),
@@ -212,7 +212,7 @@ def _check_twice(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
         return None
     return logged.build_finding(
         "rotary: applied twice",
-        "The fastest pair turns by 2 radians per token, where rotary positions turn it by 1.",
+        "The fastest pair is rotated by 2 radians per token instead of 1.",
         {"query": _describe(query), "key": _describe(key)},
         "Apply rotary positions once: in the projection or before the call, and not to keys from a cache.",
     )
@@ -237,7 +237,7 @@ def _check_configuration(logged: LoggedCall, query: Turn, config: Any) -> list[F
         "rope_theta": configured.theta,
     }
     hint = "Compute inv_freq from the configuration; a cast, a copied buffer or another base changes it."
-    message = "The pairs do not turn by the angles of the configuration"
+    message = "The pairs are not rotated by the angles of the configuration"
     message += _explain_angles(angles, configured, dim, within)
     return [logged.build_finding("rotary: not as configured", message, evidence, hint)]
 
@@ -284,13 +284,13 @@ def _explain_angles(angles: Tensor, configured: ConfiguredRotary, dim: int, with
     for size in dict.fromkeys((configured.size, *_list_sizes(dim))):
         if _are_close(angles, compute_angles(theta, size), within):
             if size == configured.size:
-                return f": they are those without scaling, and rope_type is {configured.rope_type!r}."
+                return f": they are the angles without scaling, but rope_type is {configured.rope_type!r}."
             if configured.rope_type == "default":
-                return f": {size} numbers of each head turn, and {configured.size} should."
+                return f": {size} numbers of each head are rotated instead of {configured.size}."
     if math.isclose(float(angles[0]), 1.0, rel_tol=1e-2) and len(angles) > 1:
         found = float(angles[1]) ** -len(angles)
         if _are_close(angles, compute_angles(found, 2 * len(angles)), within):
-            return f": rope_theta is {found:,.0f}, and should be {theta:,.0f}."
+            return f": rope_theta is {found:,.0f} instead of {theta:,.0f}."
     common = min(len(angles), len(configured.angles))
     ratio = float(angles[0] / configured.angles[0])
     if _are_close(angles[:common], configured.angles[:common] * ratio, within):
@@ -334,7 +334,7 @@ def _check_values(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findin
     if not turn.is_turn or not _have_equal_angles(turn.angles.abs(), key.angles.abs()):
         return []
     evidence = {"value": _describe(turn), "key": _describe(key)}
-    message = "Values turn with their position, as queries and keys do."
+    message = "Values are rotated by their position, like queries and keys."
     hint = "Apply rotary positions to queries and keys only; the weights carry the positions."
     return [logged.build_finding("rotary: values turned", message, evidence, hint)]
 
@@ -355,9 +355,7 @@ def _check_norms(logged: LoggedCall) -> list[Finding]:
                 continue
             turn = measure_turn(given[0])
             if turn.kind == "even" and measure_turn(output[0]).kind == "unknown":
-                message = (
-                    "The query or key is normalised after its turn, so the norm's weights distort the angles."
-                )
+                message = "The query or key is normalised after its rotation, so the norm's weights distort the angles."
                 evidence = {"norm": event.name, "output": name, "its input": _describe(turn)}
                 hint = (
                     "Apply q_norm and k_norm before rotary positions, unless the model was trained otherwise."
@@ -373,7 +371,7 @@ def _check_missing(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findi
     turning = len(with_turn)
     if not without or turning <= len(without) or _state_types(without) & _state_types(with_turn) == set():
         return []
-    message = "Queries and keys do not turn with their position in this layer, and do in most others."
+    message = "Queries and keys are not rotated by their position in this layer, unlike in most others."
     hint = "Apply rotary positions in every layer, unless the architecture has layers without positions."
     evidence = {"layers that turn": turning, "layers that do not": len(without)}
     return [

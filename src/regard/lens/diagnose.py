@@ -276,12 +276,12 @@ def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[Check
     position = next(i for i, other in enumerate(layers) if other is layer)
     evidence: dict[str, Any] = {name: f"{count:,} numbers" for name, count in counts.items()}
     evidence |= {"in": " and ".join(tensors), "later layers with some": len(affected) - 1}
-    hint = "regard.doctor(model, inputs) names the module in which they begin."
+    hint = "regard.doctor(model, inputs) names the module where they begin."
     if "weights" in tensors and len(tensors) == 1:
-        message = "The weights have NaN or inf. Query and key are not known, since the layer computes its own softmax: "
+        message = "The weights have NaN or inf. Query and key are unknown, because the layer computes its own softmax: "
         message += "its input, projections, scores or mask may be the cause."
     elif tensors == ["mask"]:
-        message = "The mask has NaN or inf, and query and key have none."
+        message = "The mask has NaN or inf, but query and key do not."
         hint = "Check how the mask is built: −inf − −inf, or 0 · inf; use torch.finfo(dtype).min or booleans."
     elif len(tensors) == 1 or not all_heads:
         others = "other heads" if not all_heads else "the key" if tensors == ["query"] else "the query"
@@ -370,7 +370,9 @@ def _check_positions(
                     row, position, expected = jumps[0]
                     evidence: dict[str, Any] = {"position": position, "expected": expected}
                     evidence |= {"calls with a jump": len(jumps), "looked up by": module}
-                    message = "The positions of a cached step do not continue those of the cached keys."
+                    message = (
+                        "The positions of a cached step do not continue the positions of the cached keys."
+                    )
                     hint = (
                         "Omit position_ids, or pass cache length + arange(new tokens), not counting padding."
                     )

@@ -39,14 +39,16 @@ def build_head_grid(calls: Sequence[Call]) -> tuple[list[PictureRow], str]:
             continue
         rows.append(PictureRow(call.name, maps))
     queries = (
-        "Each line is one query, evenly chosen" if samples else "Each cell is the largest of its weights"
+        "Each line is one of some evenly spaced queries"
+        if samples
+        else "Each cell shows the largest of its weights"
     )
     entry = (
         " Only the first batch entry is drawn."
         if any(math.prod(call.shape[:-3]) > 1 for call in calls)
         else ""
     )
-    return rows, f"Heads from 0, left to right: queries down, keys across. {queries}.{entry}"
+    return rows, f"Heads are numbered from 0, left to right. Queries run down, keys across. {queries}.{entry}"
 
 
 def _count_heads(call: Call) -> int:

@@ -175,7 +175,7 @@ def check_inverted_mask(layer: CheckedLayer) -> Finding | None:
         inverted = has_padding & (visible == ~is_token).all(1)
         if inverted.any():
             where = inverted[:, None, None]
-            message = "The mask masks the tokens and leaves the padding."
+            message = "The mask masks the tokens instead of the padding."
             evidence = {"visible padding keys": int(visible[inverted].sum()), "visible tokens": 0}
     token_rows, mask = layer.token_rows, layer.call.compact_mask
     if (
@@ -251,7 +251,7 @@ def check_future(layer: CheckedLayer) -> Finding | None:
         "error" if share.max() > SIGNIFICANT and not has_prefix else "warning",
         message,
         evidence,
-        f"{hint} If tokens may attend to later ones: diagnose(causal=False).",
+        f"{hint} If tokens may attend to later tokens, call diagnose(causal=False).",
         share > ROUNDING,
     )
 
@@ -317,11 +317,11 @@ def check_empty_rows(layer: CheckedLayer) -> Finding | None:
     message = "These tokens attend to no key, so their output is zero or NaN, depending on the kernel."
     if layer.call.compact_mask.uniform_keys is not None:
         message = (
-            "Every key of these tokens is masked with the lowest number, so all keys have equal weights, padding and "
-            "later tokens included."
+            "Every key of these tokens is masked with the lowest number, so all keys have equal weights, including "
+            "padding and later tokens."
         )
     evidence = {"rows": f"{int(empty.any(1).sum())} of {layer.rows.size}"}
-    hint = "Let each token attend at least to its own key, rows of padding too, and drop their output later."
+    hint = "Let each token, including padding, attend at least to its own key, and drop the output of padding later."
     return layer.build_finding("fully masked rows", "error", message, evidence, hint, empty)
 
 
@@ -520,7 +520,7 @@ def _check_restarts(layer: CheckedLayer, positions: Any) -> Finding | None:
     return layer.build_finding(
         "documents attend to each other",
         "error",
-        "The positions restart, so several documents are packed, and tokens attend to those before their own.",
+        "The positions restart, so several documents are packed, and tokens attend to earlier documents.",
         {
             "documents": int(restarts.sum(1).max()) + 1,
             "rows that attend to another": int(crosses.any((0, 1)).sum()),
@@ -550,9 +550,10 @@ def _check_sinks(layer: CheckedLayer) -> Finding | None:
     return layer.build_finding(
         "sinks not used",
         "error",
-        "The module has learnt sinks, and the attention function that ran does not use them.",
+        "The module has learned sinks, but the attention function that ran does not use them.",
         {"kernel": layer.call.kernel, "weight of the sinks": 0.0},
-        "Load the model with attn_implementation='eager' or another that has sinks: SDPA has no argument for them.",
+        "Load the model with attn_implementation='eager' or another implementation that supports sinks: SDPA has no "
+        "argument for them.",
     )
 
 
@@ -563,7 +564,7 @@ def _check_softcap(layer: CheckedLayer) -> Finding | None:
     return layer.build_finding(
         "softcap missing",
         "error",
-        "The configuration has a soft cap, and the scores of this layer are not capped.",
+        "The configuration has a soft cap, but the scores of this layer are not capped.",
         {"attn_logit_softcapping": layer.settings.softcap, "kernel": layer.call.kernel},
         "Pass softcap to the attention function, or attn_implementation='eager': SDPA does not cap.",
     )
@@ -696,7 +697,7 @@ def _check_scale(layer: CheckedLayer, deviation: Any, largest: Any) -> Finding |
     }
     message = f"Scores are too large: the scale is not {1 if is_unscaled else '1/√head_dim'}."
     if call.scale <= 1.5 * default:
-        message = "The scale differs from that of the other layers."
+        message = "The scale differs from the scale of the other layers."
     expected = usual_scale if is_unusual else default
     scales = f"scale={expected:.4g}" if is_unscaled else f"scale=None, or {expected:.4g}"
     hint = f"Pass {scales}; scale only once, before or in the call."
@@ -761,7 +762,7 @@ def _build_saturated(
     if token:
         evidence[f"weight on the {token} token"] = float(weight_on_key[heads].min())
         message = f"The heads attend only to the {token} token."
-        hint = "Common in trained models, and not a fault by itself."
+        hint = "Common in trained models, and not a fault in itself."
         return layer.build_finding("saturated heads", "note", message, evidence, hint, where)
     message = "Nearly every row puts all its weight on one key."
     hint = "A row with one key passes no gradient. Normalise queries and keys, or lower their learning rate."

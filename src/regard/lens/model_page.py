@@ -29,14 +29,14 @@ OPERATION = "recording.page"
 WINDOWS = (16, 128)
 # The measures of `Recording.heads` in the order in which the page offers them, each with its caption.
 CAPTIONS = {
-    "entropy": "how widely a row is spread, in nats; 0 if all its weight is on one key",
+    "entropy": "how widely a row spreads its weight, in nats; 0 if all of it is on one key",
     "first": "the share of the weight on the first token, the sink",
-    "previous": "the share on the token before",
+    "previous": "the share on the previous token",
     "distance": "how many tokens away the keys are, on average",
     **{f"within_{window}": f"the share on keys less than {window} tokens away" for window in WINDOWS},
-    "heavy": "the share that goes to the tenth of the keys that receives most",
+    "heavy": "the share on the 10 % of keys that receive most weight",
     "duplicate": "the share on earlier copies of the token itself",
-    "induction": "the share on what came after earlier copies",
+    "induction": "the share on the tokens after earlier copies",
 }
 
 LONG_TEXT = 1024  # tokens above which the map of a head starts from an overview in the page
@@ -245,7 +245,7 @@ def select_calls(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] |
     received, hint = "an empty recording", "Run the model inside the with block."
     if layer_calls:
         received = f"layers={layers!r}, which matches none of the layers"
-        hint = "list(recording) has the names; * in a pattern stands for any part."
+        hint = "list(recording) lists the names; * in a pattern matches any text."
     raise ArgumentError(OPERATION, received=received, expected="a layer that ran", hint=hint)
 
 

@@ -72,7 +72,7 @@ def find_layer_images(
             operation,
             received=f"{module!r}, which is not part of a model that read an image",
             expected="a layer of a vision model, or of a language model that reads images",
-            hint="State the grid: page(image=…, grid=regard.images.PatchGrid(rows, columns, before=…)).",
+            hint="Pass the grid: page(image=…, grid=regard.images.PatchGrid(rows, columns, before=…)).",
         )
     if len(found) > 1:
         raise ArgumentError(
@@ -87,7 +87,7 @@ def find_layer_images(
             operation,
             received=f"{module!r}, whose patch grid is unknown: {image_pass.fault}",
             expected="a model whose grid can be read",
-            hint="State the grid: page(image=…, grid=regard.images.PatchGrid(rows, columns, before=…)).",
+            hint="Pass the grid: page(image=…, grid=regard.images.PatchGrid(rows, columns, before=…)).",
         )
     if image_pass.is_text:
         _check_calls(calls, 1, operation)
@@ -348,7 +348,7 @@ def _fit_some(
             OPERATION,
             received=f"max_bytes={max_bytes:,} for {sum(len(layer.heads) for layer in layers)} heads",
             expected=f"room for the pictures and one map of each head, {needed:,} bytes",
-            hint="Raise max_bytes, or choose layers= or heads=.",
+            hint="Increase max_bytes, or select fewer with layers= or heads=.",
         )
     rows: list[dict[str, Any] | None] = [_encode_rows(layer, count) for layer in layers]
     sizes = [count_characters(record) for record in rows]
@@ -387,7 +387,7 @@ def _describe_storage(
     number = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     return [
         f"Not all weights fit into this page: {whole} of {heads} heads have maps of every query, the others maps of "
-        f"{number} queries, rounded by at most {100 * ROUNDING:.1f} %. Dots mark the patches of which a map is stored."
+        f"{number} queries, rounded by at most {100 * ROUNDING:.1f} %. Dots mark the patches with a stored map."
     ]
 
 
@@ -460,7 +460,7 @@ def _find_recorded(
     if refused:
         names = {error.received.split(",")[0] for error in refused}
         notes.append(
-            f"{len(names)} layers are not shown: they read no image, or their patch grid is unknown."
+            f"{len(names)} layers are not shown: they do not read an image, or their patch grid is unknown."
         )
     return found
 

@@ -175,7 +175,8 @@ class EntropyCollapse:
                     limit,
                     f"the mean entropy fell from {start:.3f} to {entropy:.3f} nats, with scores up to "
                     f"{row['max_score']:.1f}",
-                    "Rows that read one key each pass little gradient to query and key: lower the learning rate, or "
+                    "Rows that attend to a single key pass little gradient to query and key: lower the learning rate, "
+                    "or "
                     "limit the scores (QK-norm, QK-clip, softcap).",
                 )
 
@@ -202,8 +203,8 @@ class SaturatedHead:
                     row["saturated"],
                     self.share,
                     f"{row['saturated']:.1%} of the rows have a weight above 0.99",
-                    "The gradient of a saturated softmax vanishes, so the head hardly learns which keys to read. Limit "
-                    "its scores, or check its scale.",
+                    "The gradient of a saturated softmax vanishes, so the head hardly learns which keys to attend to. "
+                    "Limit its scores, or check its scale.",
                 )
 
 
@@ -250,8 +251,8 @@ class NonFinite:
                     float(row["nonfinite"]),
                     0.0,
                     f"{row['nonfinite']:,} of {row['rows']:,} rows have NaN or inf",
-                    "It is the first such layer of this step, in the order in which layers run: its own weights, or "
-                    "the layer before, produced it.",
+                    "This is the first such layer of the step, in execution order: its own weights or the layer before "
+                    "produced it.",
                 )
 
 

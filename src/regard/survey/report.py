@@ -45,10 +45,10 @@ CAPTIONS = {
     "distance": "Mean distance to the keys, in tokens, by weight.",
     "previous": "The share on the previous token.",
     "first": "The share on the first token.",
-    "heavy": "The share of all weight that goes to the tenth of the tokens that receives most.",
-    "duplicate": "Of repeated tokens: the share on their earlier copies.",
-    "induction": "Of repeated tokens: the share on the tokens after their earlier copies.",
-    "lookback": "Of answers: the mean weight of a token of the prompt, divided by itself plus that of one answered.",
+    "heavy": "The share of all weight on the 10 % of tokens that receive most.",
+    "duplicate": "For repeated tokens: the share on their earlier copies.",
+    "induction": "For repeated tokens: the share on the tokens after their earlier copies.",
+    "lookback": "For answers: C / (C + G), with the mean weight C on a prompt token and G on a generated token.",
 }
 MAX_QUARANTINED = 20  # quarantined documents that the page lists
 
@@ -214,7 +214,7 @@ RULES = (
         "induction",
         "induction",
         0.3,
-        "of repeated tokens, more than 0.3 of the weight on the tokens after their earlier copies",
+        "for repeated tokens, more than 0.3 of the weight on the tokens after their earlier copies",
         "The prefix matching of Olsson et al., 2209.11895; the threshold is ours.",
     ),
     BehaviourRule(
@@ -269,7 +269,7 @@ class SurveyReport:
         for place in self.windows:
             within, window = self.stats.within[place], f"{WINDOWS[place]:,}"
             measured |= ~np.isnan(within)
-            words = f"at least {local} of the weight within {window} tokens, in no smaller window"
+            words = f"at least {local} of the weight within {window} tokens, but not within a smaller window"
             add(f"local within {window}", within >= LOCAL_SHARE, words, "The threshold is ours.")
         add("wide", measured, f"less than {local} in every window that some document is longer than")
         add("undetermined", unnamed.copy(), "no document is longer than a measured window")

@@ -97,7 +97,7 @@ def test_another_theta_is_named():
     model = build()
     model.model.rotary_emb.inv_freq = 5e5 ** (-torch.arange(0, 8, 2) / 8)
     (first, _) = list_findings(model)
-    assert "rope_theta is 500,000, and should be 10,000" in first.message
+    assert "rope_theta is 500,000 instead of 10,000" in first.message
 
 
 @pytest.mark.parametrize(("share", "size"), [(0.5, 8), (1.0, 4)])
@@ -108,7 +108,7 @@ def test_the_share_of_the_head_that_turns_is_compared(share, size):
     assert list_findings(model) == []
     model.model.rotary_emb.inv_freq = 1e4 ** (-torch.arange(0, size, 2) / size)
     (first, _) = list_findings(model)
-    assert f"{size} numbers of each head turn, and {int(8 * share)} should" in first.message
+    assert f"{size} numbers of each head are rotated instead of {int(8 * share)}" in first.message
 
 
 def test_the_configuration_of_a_port_is_read():
@@ -119,7 +119,7 @@ def test_the_configuration_of_a_port_is_read():
     assert {finding.kind for finding in list_findings(model)} == {KIND}
     model.config = hf.LlamaConfig(**SIZES | {"head_dim": HEAD_DIM // 2})
     (first, _) = list_findings(model)
-    assert "12 numbers of each head turn, and 6 should" in first.message
+    assert "12 numbers of each head are rotated instead of 6" in first.message
 
 
 def test_each_type_of_layer_has_its_own_angles():

@@ -711,7 +711,7 @@ def test_weights_that_are_not_finite_say_that_query_and_key_are_unknown():
     model.set_attn_implementation("eager")
     finding = find_only(watched(model, ids()), "NaN or inf")
     assert finding.layer == 1 and finding.evidence["in"] == "weights"
-    assert "Query and key are not known" in finding.message and "input" in finding.message
+    assert "Query and key are unknown" in finding.message and "input" in finding.message
 
 
 @pytest.mark.parametrize("offset", [1, 2])

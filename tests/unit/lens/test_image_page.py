@@ -39,7 +39,9 @@ def test_layers_of_the_text_model_are_left_out_and_the_page_says_so(clip):
     assert [layer["module"].split(".")[0] for layer in record["layers"]] == ["vision_model"] * 2
     assert [layer["heads"] for layer in record["layers"]] == [[1, 3]] * 2
     assert record["tokens"] == [[[0, "class"]]]
-    assert record["notes"] == ["2 layers are not shown: they read no image, or their patch grid is unknown."]
+    assert record["notes"] == [
+        "2 layers are not shown: they do not read an image, or their patch grid is unknown."
+    ]
     assert record["title"] == "CLIP & <b>"
 
 
