@@ -194,7 +194,7 @@ class Findings(list[Finding]):
         """The number of findings of each severity and what was checked, in one line."""
         scope = f" in {self.scope}" if self.scope else ""
         if not self:
-            return f"Nothing found{scope}."
+            return f"No problems found{scope}."
         counts = {severity: len(self.by_severity(severity)) for severity in SEVERITIES}
         return ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items() if n) + scope
 

@@ -2,8 +2,8 @@
 
 The kinds that doctor should report were written before its checks. After the first run some entries were changed:
 
-- "scores in float8" is compared as "weights" instead of "softmax", "weights of Llama not permuted" as "positions
-  turned" instead of "projection", and "two layers of Llama swapped" as "module" instead of "projection";
+- "scores in float8" is compared as "weights" instead of "softmax", "weights of Llama not permuted" as "rotary
+  positions" instead of "projection", and "two layers of Llama swapped" as "module" instead of "projection";
 - "Gemma 3 with windows on the wrong layers" also takes the older kind "window not as configured";
 - "masks added without a bound" changes no token, so it became `harmless`;
 - "fully masked rows" and "padding changes the output" became consequences of two faults;
@@ -90,10 +90,10 @@ _BUGS = (
         "QK norm after the rotation in one layer", "norm after rotary", difference="projection", only=(1,),
         fault="QK norm after the rotation", same_as="QK norm after the rotation",
     ),
-    _port("half of the head rotated", difference="positions turned", needs_reference=True),
-    _port("values rotated", "rotary: values turned", difference="positions turned"),
+    _port("half of the head rotated", difference="rotary positions", needs_reference=True),
+    _port("values rotated", "rotary: values rotated", difference="rotary positions"),
     _port(
-        "cached keys rotated by the positions of the step", "positions", difference="positions turned", cached=True,
+        "cached keys rotated by the positions of the step", "positions", difference="rotary positions", cached=True,
         inputs=make_inputs,
     ),
     _port("one key head for all", "key heads not used", difference="kv heads reordered"),
@@ -104,7 +104,7 @@ _BUGS = (
     _port("scale of the key width", "scale", difference="scale", same_as="scale of 1 / head_dim"),
     _port("scores in float8", difference="weights", needs_reference=True),
     # Masks and positions
-    _port("positions written for padding on the right", "positions of padded tokens", difference="positions turned"),
+    _port("positions written for padding on the right", "positions of padded tokens", difference="rotary positions"),
     _port("causal mask of one token more", "weight on the future", difference="mask", consequences=_FUTURE),
     _port(
         "causal mask of bfloat16 positions", "weight on the future", difference="mask", consequences=_FUTURE,
@@ -125,7 +125,7 @@ _BUGS = (
     ),
     # Models of transformers: positions, windows and norms
     build_twin("llama3 scaling forgotten", "Llama with llama3 scaling", twins.forget_scaling,
-               "rotary: not as configured", difference="positions turned"),
+               "rotary: not as configured", difference="rotary positions"),
     build_twin("attention factor of YaRN forgotten", "Llama with YaRN", twins.forget_attention_factor,
                "rotary: not as configured", difference="scale"),
     build_twin("Qwen3 without its QK norms", "Qwen3", twins.remove_head_norms, difference="projection",
@@ -143,7 +143,7 @@ _BUGS = (
     build_twin("two layers of Llama swapped", "Llama of four layers", twins.swap_layers, difference="module",
                layer=1, needs_reference=True, changes_weights=True),
     build_twin("weights of Llama not permuted", "Llama", twins.keep_interleaved_weights,
-               difference="positions turned", needs_reference=True, changes_weights=True),
+               difference="rotary positions", needs_reference=True, changes_weights=True),
     PlantedBug("LoRA merged and active", twins.add_lora(merged=True), twins.add_lora(merged=False), (), "projection",
                inputs=lambda: twins.MODELS["Llama"].inputs("none"), needs_reference=True, changes_weights=True,
                requires="peft", clean_key="Llama with LoRA"),

@@ -172,9 +172,7 @@ def _find_not_finite(
         f"The weights of {'B' if broken[1] else 'A'} have NaN or inf. The layer computes its own softmax, so its "
         "query, key and scores are unknown."
     )
-    hint = (
-        "Check its query and key, the product of the two (it may exceed float16), the mask and the softmax."
-    )
+    hint = "Check its query and key, their product (it may overflow float16), the mask and the softmax."
     return Finding("NaN or inf", "error", message, hint=hint)
 
 
@@ -275,7 +273,7 @@ def _output_limit(call: Call, tensors: Mapping[str, Tensor], limit: float) -> fl
 
 def _describe_equivalence(relations: Mapping[str, Relation], a: Call, b: Call) -> str:
     if not math.isclose(a.scale, b.scale, rel_tol=1e-5):
-        return f"The scale is {b.scale:.4g} instead of {a.scale:.4g}, and query or key are scaled by the inverse."
+        return f"The scale is {b.scale:.4g} instead of {a.scale:.4g}, but query or key compensate for it."
     details = [
         f"the {name} of B {relations[name].detail}" for name in ("query", "key") if not relations[name].agrees
     ]
@@ -305,8 +303,8 @@ def explain_relations(a: Call, b: Call, relations: Mapping[str, Relation], layer
         if concerned:
             return [build(a, b, concerned), *causes]
     if {"query", "key"} <= differing.keys() and _are_states_swapped(a, b):
-        message = "The queries of B are projections of what A projects to keys, and its keys vice versa."
-        hint = "Cross-attention takes queries from the decoder, and keys and values from the encoder: swap the two."
+        message = "The queries of B are projected from the states that A projects to keys, and vice versa."
+        hint = "Swap the two inputs: queries come from the decoder, keys and values from the encoder."
         return [_build_cause("encoder states", differing, hint, message), *causes]
     if differing:
         causes.insert(0, _projection(a, b, differing, relations, layer))
@@ -358,8 +356,11 @@ def _join(names: list[str]) -> str:
 def _plural(detail: str) -> str:
     first, _, rest = detail.partition(" ")
     forms = {"is": "are", "was": "were", "has": "have", "differs": "differ"}
-    return f"{forms.get(first, first)} {rest}".replace(" that of A", " those of A").replace(
-        " its ", " their "
+    return (
+        f"{forms.get(first, first)} {rest}".replace(" its ", " their ")
+        .replace(" A's was ", " A's were ")
+        .replace(" A's has ", " A's have ")
+        .replace(" it had ", " they had ")
     )
 
 
@@ -375,19 +376,19 @@ def _build_cause(
 
 def _explain_not_finite(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
     return _build_cause(
-        "NaN or inf", concerned, "recording.diagnose() finds where they began.", is_located=True
+        "NaN or inf", concerned, "Call recording.diagnose() to find where they first appear.", is_located=True
     )
 
 
 def _explain_layout(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
-    hint = "Split heads by x.view(batch, n, heads, head_dim).transpose(1, 2)."
+    hint = "Split heads with x.view(batch, n, heads, head_dim).transpose(1, 2)."
     if any("batch and tokens" in relation.detail for relation in concerned.values()):
         hint = "Pass (batch, n, width) with batch_first=True, or (n, batch, width) without it."
     return _build_cause("view or transpose", concerned, hint)
 
 
 def _explain_shape(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
-    hint = "Compare models of the same sizes: vectors of different sizes cannot be compared."
+    hint = "Compare models of the same size: vectors of different sizes cannot be compared."
     if a.query.shape[1:] == b.query.shape[1:] and a.key.shape[1:] == b.key.shape[1:]:
         hint = "Run both models on the same batch."
     return _build_cause("shape", concerned, hint)
@@ -395,7 +396,7 @@ def _explain_shape(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Findi
 
 def _explain_heads(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
     if "query" in concerned:
-        hint = "If the output projection has the same order of heads, the model is the same; later layers show it."
+        hint = "If the output projection permutes its heads in the same way, the models are equal: see later layers."
         return _build_cause("heads permuted", concerned, hint)
     heads = a.query.shape[-3]
     orders = []
@@ -404,24 +405,22 @@ def _explain_heads(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Findi
         group = max(1, len(relation.order) // max(1, stored))
         used = [relation.order[h * len(relation.order) // heads] // group for h in range(heads)]
         usual = [h * stored // heads for h in range(heads)]
-        orders.append(f"the {name} heads of the query heads are {used} instead of {usual}")
+        orders.append(f"the query heads attend to {name} heads {used} instead of {usual}")
     text = "; ".join(orders) + "."
     hint = "Repeat key and value heads with repeat_interleave(groups, dim=1), not repeat, or pass enable_gqa=True."
     if all(len(set(relation.order)) == 1 for relation in concerned.values()):
-        hint = (
-            "B expands one key and value head to all query heads: use each, repeat_interleave(groups, dim=1)."
-        )
+        hint = "B expands one key-value head to all query heads: use all of them, repeat_interleave(groups, dim=1)."
     return _build_cause("kv heads reordered", concerned, hint, text[0].upper() + text[1:])
 
 
 def _explain_order(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
     if "query" not in concerned and TokenRows.from_call(a).query_offset is None:
-        hint = "Pass the encoder's output of the same batch entries, in order, to the decoder."
+        hint = "Pass the encoder output to the decoder with its batch entries in the same order."
         return _build_cause("encoder states", concerned, hint)
     if "query" not in concerned and max(a.steps, b.steps) > 1:
         hint = "Append each step's own key and value to the cache, and keep the order of tokens and batch entries."
         return _build_cause("cache", concerned, hint)
-    return _build_cause("other tokens", concerned, "The inputs of the two runs are in different orders.")
+    return _build_cause("other tokens", concerned, "Pass the inputs of both runs in the same order.")
 
 
 def _explain_turn(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Finding:
@@ -431,7 +430,7 @@ def _explain_turn(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Findin
         hint = "Apply RoPE to query and key, not to the value."
     elif "once more" in details:
         hint = "Apply RoPE once, to query and key, before the cache is updated."
-    elif "number of the head" in details:
+    elif "head index" in details:
         hint = "Apply RoPE after the transpose to (batch, heads, n, head_dim), or broadcast over axis 1."
     elif "multiplied" in details:
         hint = "Compare rope_scaling: linear interpolation divides the positions by a factor."
@@ -441,7 +440,7 @@ def _explain_turn(a: Call, b: Call, concerned: Mapping[str, Relation]) -> Findin
         hint = "Pass position_ids that continue after the cached tokens and do not count padding."
     elif "layout" in details:
         hint = "Weights and RoPE must agree: (i, i + width/2) is half, (2i, 2i + 1) is interleaved."
-    return _build_cause("positions turned", concerned, hint, is_located=True)
+    return _build_cause("rotary positions", concerned, hint, is_located=True)
 
 
 CAUSES: dict[tuple[str, ...], Callable[[Call, Call, Mapping[str, Relation]], Finding]] = {
@@ -478,22 +477,22 @@ def _projection(
             )
         return _build_cause("projection", differing, hint, message, is_located=True)
     if layer == 0 and rows and len(rows) < a.query.shape[-2]:
-        message = f"The {names} of some rows differ in the first layer, but the other rows agree."
-        hint = "The two runs received different tokens there."
+        message = f"The {names} of some rows differ in the first layer; the other rows agree."
+        hint = "Pass the same tokens to both runs: these rows have different ones."
         return _build_cause("other tokens", differing, hint, message, is_located=True)
     before = (
         "the embedding, its scale, the norm before the layer, and the projections"
         if layer == 0
-        else "merging of heads, output projection and feed-forward part of the layer before, and the norm and "
+        else "how the previous layer merges heads, its output projection and feed-forward block, and the norm and "
         "projections of this layer"
     )
-    message = f"The {names} of B {differ}, by something before the attention of this layer."
+    message = f"The {names} of B {differ}, and the cause is before the attention of this layer."
     hint = f"Compare {before}."
     if "value" not in relations and layer:
-        hint += " Record with watch(values=True) to compare what the layer before returned."
+        hint += " Record with watch(values=True) to compare the output of the previous layer."
     largest = max(relation.size for relation in differing.values())
     if largest <= ORDINARY_TOLERANCE["bfloat16"]:
-        hint += " The difference is no larger than rounding to bfloat16."
+        hint += " The difference is small enough to be rounding to bfloat16."
     return _build_cause("projection", differing, hint, message, is_located=True)
 
 
@@ -508,24 +507,25 @@ def build_scale_difference(a: Call, ratio: float, names: str) -> Finding:
     width, heads = a.query.shape[-1], a.query.shape[-3] if a.query.ndim > 2 else 1
     root, kv_heads = math.sqrt(width), a.key.shape[-3] if a.key.ndim > 2 else 1
     mistakes = [
-        (1 / root, "1/√head_dim: B scales twice, before the call and in it, or A not at all"),
+        (1 / root, "1/√head_dim: B scales twice, before the call and inside it, or A does not scale"),
         (root, "√head_dim: B does not scale, or A scales twice"),
         (1 / math.sqrt(heads), "1/√heads: B divides by √d_model instead of √head_dim"),
         (math.sqrt(heads), "√heads: A divides by √d_model instead of √head_dim"),
         (
             1 / math.sqrt(kv_heads),
-            "1/√kv_heads: B divides by the root of the width of all key heads, not of one",
+            "1/√kv_heads: B divides by √(kv_heads · head_dim) instead of √head_dim",
         ),
-        (1 / math.sqrt(2), "1/√2: B divides by the root of twice the head_dim, as of a padded head"),
-        (1 / width, "1/head_dim: B divides by head_dim once more, or by its root twice more"),
-        (float(width), "head_dim: B multiplies where A divides"),
+        (1 / math.sqrt(2), "1/√2: B divides by √(2 · head_dim), as if the head were padded"),
+        (1 / width, "1/head_dim: B divides by head_dim once too often, or by √head_dim twice too often"),
+        (float(width), "head_dim: B multiplies by √head_dim where A divides by it"),
     ]
     if kv_heads == heads:  # the width of all key heads is that of the model
         mistakes = [(factor, text) for factor, text in mistakes if "kv_heads" not in text]
     cause = "; or ".join(text for factor, text in mistakes if math.isclose(ratio, factor, rel_tol=1e-3))
-    message = f"The scores of B are {ratio:.4g} × those of A, by the {names}."
-    hint = "Compare the scale that is passed and the factors of query and key."
-    hint = f"×{ratio:.4g} is {cause}." if cause else hint
+    verb = "differ" if " " in names else "differs"
+    message = f"The scores of B are {ratio:.4g} × the scores of A, because the {names} {verb}."
+    hint = "Compare the scale argument and any factor of query and key."
+    hint = f"{ratio:.4g} is {cause}." if cause else hint
     return Finding("scale", "error", message, hint=hint, evidence={"ratio": ratio})
 
 
@@ -592,13 +592,11 @@ def describe_moved_masks(masks_a: Sequence[CompactMask], masks_b: Sequence[Compa
     if None in found or found == kinds or len(set(found)) < 2:
         return ""
     parts = [
-        f"the mask of A's {format_numbers('layer', tuple(i for i in layers if kinds[i] == kind))} is in B's "
+        f"the mask of A's {format_numbers('layer', tuple(i for i in layers if kinds[i] == kind))} is on B's "
         f"{format_numbers('layer', tuple(i for i in layers if found[i] == kind))}"
         for kind in dict.fromkeys(kinds)
     ]
-    return (
-        f"The masks are on other layers: {'; '.join(parts)}. Compare which layers have a window: layer_types."
-    )
+    return f"The masks are on different layers: {'; '.join(parts)}. Compare which layers have a window (layer_types)."
 
 
 def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | None) -> Finding | None:
@@ -625,7 +623,7 @@ def _compare_masks(a: Call, b: Call, q_len: int, kv_len: int, tokens: Tensor | N
     names = [repr(call.compact_mask.bias) for call in (a, b)]
     return Finding(
         "bias", "error", f"The bias of the scores differs by up to {largest:.3g}: {names[1]} instead of {names[0]}.",
-        hint="Compare the sign, the slopes or the table of the position bias, and the additive mask.",
+        hint="Compare the position bias (sign, slopes, table) and the additive mask.",
         evidence={"largest": largest},
     )  # fmt: skip
 
@@ -645,14 +643,13 @@ def _describe_masks(
     names = [_format_mask(call) for call in (a, b)]
     gained = int((changed & visible_b).any(1).sum())
     lost = int((changed & visible_a).any(1).sum())
-    parts = [
-        f"{count:,} {word}" for count, word in ((gained, "entries more"), (lost, "entries fewer")) if count
-    ]
+    parts = [f"{count:,} {word}" for count, word in ((gained, "more"), (lost, "fewer")) if count]
+    entries = "entries"
     if len(rows) < a.shape[-2]:
-        parts[-1] += f" in {len(rows):,} rows that were compared"
-    message = f"The mask is {names[1]} instead of {names[0]}: B attends to {' and '.join(parts)}."
+        entries = f"entries in the {len(rows):,} rows compared"
+    message = f"The mask is {names[1]} instead of {names[0]}: B attends to {' and '.join(parts)} {entries}."
     if names[0] == names[1]:
-        message = f"The masks differ: B attends to {' and '.join(parts)}."
+        message = f"The masks differ: B attends to {' and '.join(parts)} {entries}."
     flagged = torch.zeros(changed.shape[0], max(rows) + 1, dtype=torch.bool)
     flagged[:, rows] = changed.any(-1).any(1)
     numbers, batch = list_rows(flagged)
@@ -674,35 +671,37 @@ def _guess_mistake(b: Call, visible_a: Tensor, visible_b: Tensor, added: Tensor,
     """Name the mistake that makes the mask of A the mask of B."""
     array = getattr(b.compact_mask.bias, "array", None)
     if array is not None and bool(((array == 0) | (array == 1)).all()):
-        return "A float mask of 0 and 1 is added to the scores. Pass it as booleans: mask.bool()."
+        return "A float mask of 0 and 1 is added to the scores. Pass a boolean mask: mask.bool()."
     gained = changed & visible_b
     lowest = float(added[gained].max()) if array is not None and bool(gained.any()) else 0.0
     if lowest < 0:
-        return f"The additive mask of {lowest:.3g} is too weak. Pass booleans, or torch.finfo(dtype).min."
+        return (
+            f"The additive mask of {lowest:.3g} is too weak. Pass a boolean mask, or torch.finfo(dtype).min."
+        )
     by_head = visible_a[:, :1].transpose(0, 1)
     if visible_a.shape[0] == visible_b.shape[1] and torch.equal(by_head.expand_as(visible_b), visible_b):
-        return "Head h of B has the mask of batch entry h: give (batch, q_len, kv_len) an axis of heads, mask[:, None]."
+        return "Head h of B has the mask of batch entry h: add an axis to (batch, q_len, kv_len) with mask[:, None]."
     if torch.equal(visible_a, ~visible_b):
         return "The mask is inverted: True = attend in F.scaled_dot_product_attention, ignore in nn.MultiheadAttention."
     keys_a, keys_b = _find_shared_keys(visible_a), _find_shared_keys(visible_b)
     padded = ~keys_a.all(-1)  # batch entries
     is_rolled = any(torch.equal(keys_a.roll(n, 0), keys_b) for n in range(1, len(keys_a)))
     if is_rolled and not torch.equal(keys_a, keys_b):
-        return "Each batch entry has the padding mask of another one: reorder the mask with the batch."
+        return "Batch entries have each other's padding masks: reorder the mask with the batch."
     if bool(padded.any()) and not bool((keys_b & keys_a)[padded].any()):
         return "The padding mask is inverted: True = attend in F.scaled_dot_product_attention."
     if bool(gained.any()) and not bool((changed & ~_own_keys(changed, 1)).any()):
         return "B attends to the key after each token: use tril() to attend, or triu(diagonal=1) to mask."
     if not bool(gained.any()) and torch.equal(changed, visible_a & _own_keys(changed)):
-        return "B masks the own key of each token: use tril() to attend, or triu(diagonal=1) to mask."
+        return "B masks each token's own key: use tril() to attend, or triu(diagonal=1) to mask."
     if not bool((changed.any(-1) & visible_b.any(-1)).any()):
         return "These rows of B attend to no key. If they are padding, the difference has no effect on the tokens."
     if bool(visible_b.all()):
-        return "B masks nothing: pass the mask to the attention function, or is_causal=True."
+        return "B does not mask any key: pass the mask to the attention function, or is_causal=True."
     if b.is_causal and (b.steps > 1 or b.shape[-1] != b.shape[-2]) and not bool(gained.any()):
-        return "is_causal aligns to the first key; use torch.nn.attention.bias.causal_lower_right(q_len, kv_len)."
+        return "is_causal aligns to the first key. Use torch.nn.attention.bias.causal_lower_right(q_len, kv_len)."
     if not bool((changed & visible_a).any()):
-        return "B attends to keys that A masks: padding, the future, another document, or keys outside the window."
+        return "B attends to keys that A masks: padding, later tokens, another document, or keys outside the window."
     return "Compare how the masks are built: causality, padding, window and documents."
 
 
@@ -775,17 +774,19 @@ def explain_weights(a: Call, b: Call, relations: Mapping[str, Relation], limit: 
             Finding(
                 "heads permuted",
                 "error",
-                f"The weight of B {weights.detail}.",
+                f"The weight matrix of B {weights.detail}.",
                 evidence={"weights": weights.size},
             )
         ]
     ratio = _find_score_ratio(a, b, limit)
     if ratio is not None:
-        message = f"The scores of B are {ratio:.4g} × those of A, by their weights."
-        hint = "Compare the scale, and the factors of query and key."
+        message = f"The weights of B are those of scores {ratio:.4g} × as large as in A."
+        hint = "Compare the scale and any factor of query and key."
         return [Finding("scale", "error", message, hint=hint, evidence={"ratio": ratio})]
-    message = f"The weights differ by {weights.size:.2g}; the layer computes its own softmax, so its cause is unknown."
-    hint = "Let the layer call F.scaled_dot_product_attention to compare its query and key."
+    message = (
+        f"The weights differ by {weights.size:.2g}. Query and key are unknown: the layer has its own softmax."
+    )
+    hint = "Call F.scaled_dot_product_attention in the layer, so that its query and key can be compared."
     return [Finding("weights", "error", message, hint=hint, evidence={"weights": weights.size}, **where)]
 
 

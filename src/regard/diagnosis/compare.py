@@ -107,8 +107,8 @@ class Comparison:
         sizes = [row[name] for row in self.layers for name in ("query", "key", "value", "output")]
         largest = max((size for size in (*sizes, self.output) if not math.isnan(size)), default=0.0)
         if self.kind == "rounding":
-            return f"No difference but rounding in {count}, at most {largest:.1g} of a row's norm{rest}."
-        return f"No difference in effect in {count}: queries and keys differ, their scores agree{rest}."
+            return f"Only rounding differences in {count}, at most {largest:.1g} of a row's norm{rest}."
+        return f"No effective difference in {count}: queries and keys differ, but their scores agree{rest}."
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values, for JSON."""
@@ -184,7 +184,7 @@ __all__ = ["compare"]
 GROWN_ROUNDING = 0.1
 # Kinds of a layer's difference: something before may be the cause; it is if the input of the layer differs; it is not.
 GENERIC = ("projection", "output", "weights")
-VECTORS = ("scale", "positions turned")
+VECTORS = ("scale", "rotary positions")
 SETTINGS = ("mask", "bias", "softcap", "sinks", "dropout")
 
 
@@ -204,7 +204,7 @@ def compare(
     recording_b)`. Layers are matched by name, or in order if the names differ. Kinds of difference:
 
     - settings: "mask", "bias", "softcap", "sinks", "dropout", "scale";
-    - vectors: "positions turned", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
+    - vectors: "rotary positions", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
       "projection";
     - modules: "module", the first module with equal inputs and different outputs, or the code between two modules: a
       norm, a feed-forward layer, an activation, the embedding, the head of the model;
@@ -323,9 +323,9 @@ class _Comparer:
             pairs = enumerate(zip(row_a, row_b, strict=False))
             common = min(common, next((i for i, (x, y) in pairs if x != y), min(len(row_a), len(row_b))))
         self.notes.append(
-            f"The tokens differ from position {common} on; only the {common} before it are compared."
+            f"The tokens differ from position {common} on; only the first {common} are compared."
             if common
-            else "The tokens differ from the first one on, so only settings are compared."
+            else "The first tokens already differ, so only settings are compared."
         )
         return common
 
@@ -334,7 +334,7 @@ class _Comparer:
         renamed = [pair for pair in pairs if pair[0] != pair[1]]
         if renamed:
             self.notes.append(
-                f"Layers with other names are matched in order: {len(renamed)} of {len(pairs)}."
+                f"{len(renamed)} of {len(pairs)} layers have different names and are matched in order."
             )
         for layer, (name_a, name_b) in enumerate(pairs):
             self._compare_layer(layer, name_a, name_b)
@@ -373,7 +373,7 @@ class _Comparer:
             self._compare_call(layer, index, name_a, name_b, a, b)
         if len(calls_a) != len(calls_b) and not self.diverged:
             message = f"The layer was called {len(calls_b)} times instead of {len(calls_a)}."
-            hint = "Run both models on the same inputs, the same number of times."
+            hint = "Run both models equally often, on the same inputs."
             finding = Finding("shape", "error", message, hint=hint)
             self.findings.append(_locate(finding, layer, name_a, name_b))
             self.diverged = True
@@ -423,7 +423,7 @@ class _Comparer:
         self.rows = agree
         self.notes.append(
             f"B has {text}; the first {agree:,} rows are compared." if agree
-            else f"B has {text}, and their first rows differ, so only settings are compared."
+            else f"B has {text}, and the first rows differ, so only settings are compared."
         )  # fmt: skip
         return compare_calls(a, b, layer=layer, previous=self.previous, rows=agree)
 
@@ -448,7 +448,7 @@ class _Comparer:
         self, name_a: str, name_b: str, calls_a: list[Call], calls_b: list[Call]
     ) -> Finding | None:
         """Find a cache that lost keys in one run, or calls that share a cache in one run only."""
-        hint = "Append each step's keys and values to the cache of its own layer; see recording.diagnose()."
+        hint = "Append each step's keys and values to the cache of the same layer; see recording.diagnose()."
         pairs = ((self.a, name_a), (self.b, name_b))
         faults = [list(recording._cache_faults.get(name, ())) for recording, name in pairs]
         if bool(faults[0]) != bool(faults[1]):
@@ -463,7 +463,7 @@ class _Comparer:
         calls_a, calls_b = drop_repeated_calls(calls_a, calls_b)
         if bool(evicted[0]) != bool(evicted[1]) and not _have_same_masks(calls_a, calls_b):
             word = "A" if evicted[0] else "B"
-            message = f"The cache of {word} evicts keys, {max(evicted)} in all, and that of the other run keeps them."
+            message = f"The cache of {word} evicts {max(evicted)} keys that the other run keeps."
             return Finding("cache", "error", message, hint=hint, evidence={"evicted": max(evicted)})
         rows = [sum(call.shape[-2] for call in calls) for calls in (calls_a, calls_b)]
         steps = [max(call.steps for call in calls) for calls in (calls_a, calls_b)]
@@ -472,7 +472,7 @@ class _Comparer:
             if turned is not None:
                 return turned
             word = "A" if steps[0] > steps[1] else "B"
-            message = f"The calls of {word} share one cache, and those of the other run do not."
+            message = f"The calls of {word} share one cache, but the calls of the other run do not."
             hint = "Start each sequence with an empty cache, and extend it in every step of the sequence."
             return Finding("cache", "error", message, hint=hint, evidence={"steps": max(steps)})
         return None
@@ -498,8 +498,8 @@ class _Comparer:
             self.previous = found.largest
         if differences and not self.diverged and self.previous > GROWN_ROUNDING:
             self.notes.append(
-                f"Rounding has grown to {self.previous:.2g} before layer {layer} and may be the only difference: "
-                "compare in a wider dtype."
+                f"Rounding differences reach {self.previous:.2g} before layer {layer} and may explain this finding. To "
+                "rule that out, compare in a wider dtype."
             )
         if found.equivalent and found.equivalent not in self.notes:
             self.notes.append(found.equivalent)
@@ -576,13 +576,13 @@ class _Comparer:
         """Name the module of a projection that differs, whose input agrees."""
         pair, before = found.pair, found.before
         weights = self._compare_weights(pair) or "Compare its weights."
-        hint = f"{pair.name} ({pair.class_name}) is the first module with a different output. {weights}"
+        hint = f"{pair.name} ({pair.class_name}) is the first module whose output differs. {weights}"
         if not found.is_inside:
-            start = "" if before is None else f"what {before.name} returns agrees, and "
-            hint = f"Compare the code before {pair.name}: {start}what it reads differs."
+            start = "" if before is None else f"the output of {before.name} agrees, but "
+            hint = f"Compare the code before {pair.name}: {start}its input differs."
         hint = find_fused_order(pair, self.heads) or self._find_missing_modules(pair) or hint
         message = finding.message.replace(
-            ", by something before the attention of this layer.", ", and the input of the layer agrees."
+            ", and the cause is before the attention of this layer.", ", but the input of the layer agrees."
         )
         return replace(finding, message=message, hint=hint)
 
@@ -632,17 +632,21 @@ class _Comparer:
             self.findings = [x for x in self.findings if x.kind != "NaN or inf"]
             return  # the mask is why: softmax gives NaN for rows without a key
         layer = -1 if finding is None else finding.layer
-        run = 0 if places[1] is None or (finding is not None and "of B is finite" in finding.message) else 1
+        run = 0 if places[1] is None or (finding is not None and "unlike A's" in finding.message) else 1
         origin = origins[run]
         if origin is not None and places[0] != places[1]:
             elsewhere = origins[1 - run]
-            other = "" if elsewhere is None else f" In the other run, they began {elsewhere.describe()}."
-            state = "whose input is finite" if origin.is_inside else "and not in a module"
-            message = f"{'AB'[run]} has NaN or inf, which began {origin.describe()}, {state}.{other}"
+            other = (
+                "" if elsewhere is None else f" In the other run they first appear {elsewhere.describe()}."
+            )
+            state = "whose input is finite" if origin.is_inside else "outside any module"
+            message = f"{'AB'[run]} has NaN or inf, which first appear {origin.describe()}, {state}.{other}"
             known = f" {finding.message}" if finding is not None and "unknown" in finding.message else ""
-            hint = "Check its weights, and the size of its numbers: float16 ends at 65,504."
+            hint = "Check its weights and the size of its activations: float16 overflows above 65,504."
             if not origin.is_inside:
-                hint = "Check the code between them, such as scores and softmax: float16 ends at 65,504."
+                hint = (
+                    "Check the code between them, such as scores and softmax: float16 overflows above 65,504."
+                )
             finding = Finding("NaN or inf", "error", message + known, origin.module, layer, hint=hint)
         assert finding is not None
         later = [
@@ -668,7 +672,7 @@ class _Comparer:
     def _report_missing(self, name: str, word: str) -> None:
         other = "B" if word == "A" else "A"
         message = f"{name!r} ran in {word} only."
-        hint = f"{other} has fewer layers, or watch(layers=…) left it out."
+        hint = f"{other} has fewer layers, or watch(layers=…) does not select this one."
         failure = (self.b if word == "A" else self.a)._uncaptured.get(name)
         if failure is not None:
             message, hint = f"{name!r} was not captured in {other}: {failure.reason}.", failure.hint
@@ -676,9 +680,9 @@ class _Comparer:
 
     def _report_tokens(self) -> None:
         row = self.table[0]
-        rows = "no rows" if not self.rows else f"the {self.rows:,} rows before"
-        message = f"The runs read different tokens from position {self.rows:,} on; {rows} can be compared."
-        hint = "Run both models on the same tokens to compare everything."
+        rows = "no rows" if not self.rows else f"only the first {self.rows:,} rows"
+        message = f"The tokens of the runs differ from position {self.rows:,} on; {rows} can be compared."
+        hint = "Run both models on the same tokens to compare all rows."
         difference = Finding("other tokens", "error", message, hint=hint)
         self.findings.append(_locate(difference, 0, row["module_a"], row["module_b"]))
 
@@ -742,7 +746,7 @@ def _have_same_masks(calls_a: list[Call], calls_b: list[Call]) -> bool:
 
 
 def _find_turned_cache(calls_a: list[Call], calls_b: list[Call]) -> Finding | None:
-    """Find cached keys that a run turns again in each step, so that its calls share no cache."""
+    """Find cached keys that a run rotates again in each step, so that its calls share no cache."""
     joined, last = calls_a[0], calls_b[-1]
     if len(calls_a) != 1 or joined.key is None or last.key is None or joined.key.shape != last.key.shape:
         return None
@@ -751,9 +755,9 @@ def _find_turned_cache(calls_a: list[Call], calls_b: list[Call]) -> Finding | No
     key = relate(first, second, limit_rounding(dtypes, 0.0))
     if key.kind != "turned":
         return None
-    message = f"The cached key of B {key.detail}, in the last step."
+    message = f"In the last step, the cached key of B {key.detail}."
     hint = "Cache keys after they are rotated, or rotate cached keys by their own positions in every step."
-    return Finding("positions turned", "error", message, hint=hint, rows=key.rows, evidence={"key": key.size})
+    return Finding("rotary positions", "error", message, hint=hint, rows=key.rows, evidence={"key": key.size})
 
 
 def is_causal(a: Call, b: Call, rows: int) -> bool:

@@ -101,7 +101,7 @@ def doctor(
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
     >>> regard.doctor(layer, torch.randn(2, 5, 8))
-    Nothing found in 1 layer, 2 heads by 4 forward passes; bidirectional (inferred).
+    No problems found in 1 layer, 2 heads with 4 forward passes; bidirectional (inferred).
     ...
     not run  future token: the inputs have no token ids
     ...
@@ -111,7 +111,7 @@ def doctor(
             "doctor",
             received=describe_argument(model),
             expected="a torch.nn.Module",
-            hint="Pass the model itself, and forward= for how to call it.",
+            hint="Pass the model itself. If it is called in another way, pass that function as forward=.",
         )
     subject = Subject(model, inputs, forward, cached)
     with _in_eval_mode(model), torch.no_grad():
@@ -128,7 +128,7 @@ def _examine(exam: Examination, tokens: Any, recording: Recording | None) -> Fin
         found = [explain_not_finite(exam, origin, diagnosed)]
         reason = "the output is not finite"
         checks = [CheckRun("NaN or inf"), *(CheckRun(check.name, reason) for check in EXPERIMENTS)]
-        return Findings(found, f"{diagnosed.scope} by {_count_passes(subject)}", checks)
+        return Findings(found, f"{diagnosed.scope} with {_count_passes(subject)}", checks)
     has_causal_layer = any(layer.causal for layer in exam.recording._checked_layers(exam.stated_causal))
     exam.causal, how = _infer_causal(exam, has_causal_layer)
     if exam.stated_causal is None and exam.causal != has_causal_layer:
@@ -137,7 +137,7 @@ def _examine(exam: Examination, tokens: Any, recording: Recording | None) -> Fin
     exam.run_probe()
     checks = [*diagnosed.checks, *(_run_experiment(check, exam) for check in EXPERIMENTS)]
     word = "causal" if exam.causal else "bidirectional"
-    return Findings(_merge(exam), f"{diagnosed.scope} by {_count_passes(subject)}; {word} ({how})", checks)
+    return Findings(_merge(exam), f"{diagnosed.scope} with {_count_passes(subject)}; {word} ({how})", checks)
 
 
 def _record(exam: Examination, recording: Recording | None) -> Origin | None:

@@ -197,11 +197,11 @@ def check_repeated(exam: Examination) -> Finding | None:
             return logged.build_finding(
                 "state kept between calls",
                 "A second call on the same inputs attends to the keys of the first call: the cache was kept.",
-                {"keys of the first call": before, "keys of the second": now},
+                {"keys of the first call": before, "keys of the second call": now},
                 "Create the cache in each call, or clear it before a new sequence.",
             )
-    message = "The same inputs give a different output the second time, in eval mode."
-    hint = "Look for dropout that ignores eval mode, random numbers in forward, and state that is kept between calls."
+    message = "In eval mode, a second run on the same inputs gives a different output."
+    hint = "Look for dropout that ignores eval mode, random numbers in forward, and state kept between calls."
     return Finding("not deterministic", "error", message, module, evidence=evidence | where, hint=hint)
 
 
@@ -237,9 +237,9 @@ def check_cross_states(exam: Examination) -> Finding | None:
         if query > tolerance and key <= tolerance / 10:
             return first.build_finding(
                 "cross-attention states swapped",
-                "Queries are computed from the source, and keys from the decoder's tokens: the two are swapped.",
-                {"change of the query by another source token": query, "change of the key": key},
-                "Cross-attention takes its queries from the decoder, its keys and values from the encoder: "
+                "The inputs are swapped: queries are computed from the source, keys from the decoder's tokens.",
+                {"change of the query if a source token changes": query, "change of the key": key},
+                "Compute queries from the decoder, keys and values from the encoder: "
                 "attention(query=decoder_states, key=encoder_states, value=encoder_states).",
             )
     return None
@@ -258,7 +258,7 @@ def check_batch(exam: Examination) -> Finding | None:
     difference = float(relative_difference(after[:1], before[:1]).amax())
     if not difference > tolerance_of(before):
         return None
-    message = "Changing one entry of the batch changes the output of another."
+    message = "Changing one batch entry changes the output of another."
     evidence = {"largest relative change of the other entry": difference}
     hint = "Check which axis is the batch: nn.MultiheadAttention takes (n, batch, width) unless batch_first=True. Then "
     hint += "look for reshapes without transpose, and norms over the batch."
@@ -281,10 +281,10 @@ def check_future_token(exam: Examination) -> Finding | None:
     affected = (difference > exam.tolerance).any(0).nonzero().flatten().tolist()
     message = "Changing the last token changes outputs before it, so the future leaks into the past."
     if exam.stated_causal is None:
-        message += " The model was assumed to be causal; if it is not, pass causal=False."
+        message += " The model was inferred to be causal; if it is not, pass causal=False."
     evidence = {"largest relative change": float(difference.amax()), "tokens": tokens.shape[1]}
-    hint = "If no layer attends to later tokens, look for code that mixes tokens outside the attention: a reshape "
-    hint += "without transpose, a norm, mean or convolution over tokens."
+    hint = "If no layer attends to later tokens, look for code outside the attention that mixes tokens: a reshape "
+    hint += "without transpose, or a norm, mean or convolution over tokens."
     rows = exam.positions[0] < tokens.shape[1] - 1
     module, where = exam.locate_change(partial(subject.run, tokens), partial(subject.run, replaced), rows)
     return Finding(
@@ -298,9 +298,9 @@ def check_previous_token(exam: Examination) -> Finding | None:
     if change > 1e-6:
         return None
     message = (
-        "Changing the previous token does not change the output of the last: no token attends to another."
+        "Changing the previous token does not change the last output: tokens do not attend to each other."
     )
-    hint = "Check the mask, and that the call gets (batch, heads, n, head_dim)."
+    hint = "Check the mask, and that the call receives (batch, heads, n, head_dim)."
     kind = "tokens do not reach each other"
     return Finding(kind, "error", message, evidence={"relative change": change}, hint=hint)
 
@@ -318,7 +318,7 @@ def check_swapped_tokens(exam: Examination) -> Finding | None:
         return None
     message = "Swapping two earlier tokens does not change the last output: their order has no effect."
     evidence = {"relative change": change, "swapped": f"tokens {column} and {column + 1}"}
-    hint = "Add position embeddings, apply rotary positions, or add a position bias; ignore this if the input is a set."
+    hint = "Add position embeddings, apply rotary positions, or add a position bias. Ignore this for sets."
     return Finding("positions have no effect", "warning", message, evidence=evidence, hint=hint)
 
 
@@ -326,7 +326,7 @@ def check_shifted_positions(exam: Examination) -> Finding | None:
     """Shift all positions, which changes nothing if they are relative; stretch them, which must change something."""
     stretched = float(exam.compare(positions=exam.positions * 2).amax())
     if not stretched > 1e-6:
-        message = "Stretched position_ids do not change the output: the model ignores them."
+        message = "Doubling position_ids does not change the output: the model ignores them."
         hint = "Pass position_ids on to the attention layers, or omit the argument if positions are a bias."
         evidence = {"relative change": stretched}
         return Finding("position ids ignored", "warning", message, evidence=evidence, hint=hint)
@@ -334,9 +334,9 @@ def check_shifted_positions(exam: Examination) -> Finding | None:
     if exam.has_table or not shifted > 10 * exam.tolerance:
         return None
     message = (
-        f"Shifting all positions by {SHIFT} changes the output, and the model has no table of positions."
+        f"Shifting all positions by {SHIFT} changes the output, although the model has no position table."
     )
-    hint = "Rotary positions and position biases depend only on differences. Ignore this for sinusoidal embeddings."
+    hint = "Rotary positions and position biases depend only on distances. Ignore this for sinusoidal embeddings."
     evidence = {"largest relative change": shifted}
     return Finding("positions are not relative", "warning", message, evidence=evidence, hint=hint)
 
@@ -418,7 +418,9 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
 
     difference, tolerance = compare(own_positions=not with_positions)
     evidence: dict[str, Any] = {"padding": f"{PADDING} tokens on the {side}"}
-    message = f"A text padded on the {side} has a different output than without padding, although padding is masked."
+    message = (
+        f"A text padded on the {side} has a different output than alone, although its padding is masked."
+    )
     if not difference > tolerance:
         # The model can be passed positions, so its own are checked separately from its masks.
         has_own = with_positions and not subject.requires(subject.positions_name)
@@ -427,39 +429,38 @@ def _compare_padded(exam: Examination, side: str) -> Finding | None:
         difference, tolerance = compare(own_positions=True)
         if not difference > tolerance:
             return None
-        evidence |= {"largest relative difference": difference, "with position_ids passed": "the same output"}
-        message = f"A text padded on the {side} differs from the text alone unless position_ids are passed."
+        evidence |= {"largest relative difference": difference, "with position_ids passed": "same output"}
+        message = (
+            f"A text padded on the {side} has a different output than alone, unless position_ids are passed."
+        )
         hint = "Compute the positions of a padded batch as attention_mask.cumsum(-1) - 1, per batch entry."
         return Finding("positions of padded tokens", "error", message, evidence=evidence, hint=hint)
     if math.isinf(difference):
         with subject.trace() as trace:
             (subject.run_source if subject.is_encoder_decoder else subject.run)(padded, mask)
         origin = trace.find_not_finite()
-        message = (
-            f"The output of a text padded on the {side} has NaN or inf, but the output of the text without padding "
-            f"does not."
-        )
+        message = f"The output of a text padded on the {side} has NaN or inf; without padding it is finite."
         evidence |= {} if origin is None else {"begins": origin.describe()}
-        hint = "Rows of padding may attend to no key, so mask with a number that is finite in the softmax's dtype; "
-        hint += "the lowest of float64 is −inf in float32. Or use F.scaled_dot_product_attention."
+        hint = "Padding rows may have no visible key, so mask with a number that is finite in the softmax's dtype; "
+        hint += "the minimum of float64 is −inf in float32. Or use F.scaled_dot_product_attention."
         module = "" if origin is None else origin.module
         return Finding("NaN or inf", "error", message, module, evidence=evidence, hint=hint)
     evidence |= {"largest relative difference": difference}
     if side == "left" and (subject.is_encoder_decoder or not with_positions):
-        hint = "Expected if positions are counted from the first token, padding included: pad on the right, or add a "
+        hint = "Expected if positions count padding. Pad on the right, or add a "
         hint += "position_ids argument."
         return Finding("left padding shifts positions", "warning", message, evidence=evidence, hint=hint)
-    hint = "Mask padding in every layer, do not count it in the positions, and let no other layer mix tokens. Ignore "
-    hint += "this for convolutions and recurrent layers that were trained so."
+    hint = "Mask padding in every layer, do not count it in the positions, and do not mix tokens in other layers. "
+    hint += "Ignore this for convolutions and recurrent layers that were trained with padding."
     module, where = "", dict[str, Any]()
     if not subject.is_encoder_decoder:
         other = _replace_padding(subject, padded, mask)
         runs = [partial(subject.run, ids.flip(0), mask.flip(0)) for ids in (padded, other)]
         module, where = exam.locate_change(runs[0], runs[1], is_token)
         if not where:
-            where = {"other padding tokens": "the same output, so they are masked"}
+            where = {"with other padding tokens": "same output, so padding is masked"}
             hint = (
-                "The padding is masked, so look at positions, and at what depends on the length of the batch."
+                "The padding is masked, so check the positions and what depends on the length of the batch."
             )
     # Attention to padding was reported before. Convolutions and recurrent layers of some models read it by design.
     severity: Severity = "warning" if "begins" in where else "error"
@@ -502,7 +503,7 @@ def check_cached(exam: Examination, chunks: bool) -> list[Finding]:
     if causes or output.shape != base.shape:
         return causes
     token = int((difference > exam.tolerance).nonzero()[0])
-    message = "Tokens that run with a cache have different outputs than in one pass over the whole sequence."
+    message = "Tokens have different outputs with a cache than in one pass over the whole sequence."
     evidence = {"first token": token, "largest relative difference": float(difference.amax())}
     hint = "Compare positions, masks and cached keys of the first step that differs."
     severity: Severity = "error" if max(sizes[1:]) == 1 else "warning"
@@ -536,12 +537,12 @@ def check_padded_cache(exam: Examination) -> Finding | None:
         float(relative_difference(subject.run(other, mask), whole)[1, prefill:].amax()),
     ]
     if changes[0] > tolerance >= changes[1]:
-        message = "Steps with a cache attend to the padding of the prompt; the whole batch does not."
-        hint = "Pass the attention_mask of all keys, including cached keys, in every step: (batch, cached + new)."
-        evidence["change by other padding tokens"] = changes[0]
+        message = "With a cache, steps attend to the padding of the prompt; without it they do not."
+        hint = "In every step, pass the attention_mask of all keys, including cached ones: (batch, cached + new)."
+        evidence["change if padding tokens change"] = changes[0]
         return Finding("cache: padding not masked", "error", message, evidence=evidence, hint=hint)
     message = "Tokens of a padded batch have different outputs with a cache than in one pass."
-    hint = "Compare mask and positions of the first step: cached tokens without padding, then + 1."
+    hint = "Check the mask and positions of the first step: positions continue after the tokens, without padding."
     return Finding("cached steps differ", "error", message, evidence=evidence, hint=hint)
 
 
@@ -578,8 +579,8 @@ def _check_shared(cached: Sequence[LoggedCall]) -> Finding | None:
         ):
             return after.build_finding(
                 "cache: shared by layers",
-                "The keys of a layer begin with the keys of the layer before: both append to the same cache.",
-                {"keys of the layer before": n, "keys of this layer": after.key.shape[-2]},
+                "The keys of this layer begin with the keys of the previous layer: both append to the same cache.",
+                {"keys of the previous layer": n, "keys of this layer": after.key.shape[-2]},
                 "Create one cache for each layer: [Cache() for _ in layers], not [Cache()] * len(layers).",
             )
     return None
@@ -602,9 +603,9 @@ def _check_piece(whole: LoggedCall, piece: LoggedCall, start: int, size: int, nu
         None,
     )
     if found is None and number == 0:
-        message = "Keys of the prefill differ from those of the whole sequence: they depend on later tokens, or on its "
-        message += "length."
-        hint = "Look for what mixes tokens outside the attention, and positions that depend on the length."
+        message = "Keys of the prefill differ from the keys of the whole sequence: they depend on later tokens, or on "
+        message += "the length of the sequence."
+        hint = "Look for code outside the attention that mixes tokens, and for positions that depend on the length."
         return piece.build_finding("cached steps differ", message, evidence, hint)
     if found is None:
         if count >= needed:
@@ -612,18 +613,14 @@ def _check_piece(whole: LoggedCall, piece: LoggedCall, start: int, size: int, nu
             differs = _rows_differ(last, expected, tolerance)
             lengths = [x.norm(dim=-1, keepdim=True) for x in (last, expected)]
             if not _rows_differ(lengths[0], lengths[1], tolerance).any():
-                message = (
-                    "Keys of the cached run are those of the whole sequence, turned: their positions differ."
-                )
-                hint = "Pass positions that continue: cache length + arange(new tokens), and do not turn cached keys "
-                hint += "again."
-                evidence["keys turned"] = int(differs.sum())
+                message = "Cached keys are rotated differently than in one pass: their positions differ."
+                hint = "Pass positions that continue: cache length + arange(new tokens), and do not rotate cached "
+                hint += "keys again."
+                evidence["keys rotated differently"] = int(differs.sum())
                 return piece.build_finding("positions", message, evidence, hint)
             if needed >= size and piece.layer == 0 and not differs[: needed - size].any():
-                message = (
-                    "New tokens of a cached step have other keys than in the whole sequence, already in the "
-                )
-                message += "first layer: their position embeddings differ."
+                message = "In the first layer, new tokens of a cached step have different keys than in one pass: their "
+                message += "position embeddings differ."
                 hint = "Look up positions that continue: cache length + arange(new tokens)."
                 evidence["keys that differ"] = int(differs.sum())
                 return piece.build_finding("positions", message, evidence, hint)
@@ -631,21 +628,21 @@ def _check_piece(whole: LoggedCall, piece: LoggedCall, start: int, size: int, nu
         evidence |= {"keys needed": needed, "not in the cache": lost}
         if lost and count < needed:
             message = (
-                "The keys of a cached step do not grow: keys that its tokens attend to are lost or replaced."
+                "The cache does not grow in this step: keys that its tokens attend to are lost or replaced."
             )
-            hint = "Append each key once, and evict only what is outside every window."
+            hint = "Append each key once, and evict only keys outside every window."
             return piece.build_finding("cache: keys do not grow", message, evidence, hint)
-        message = "Keys of the cached run differ from those of the whole sequence: what lies before this layer does."
-        hint = "Check the layers before: those with a state of their own need it in the cache, too."
+        message = (
+            "Cached keys differ from the keys of the whole sequence, and the cause is before this layer."
+        )
+        hint = "Check the earlier layers. If a layer keeps state, such as a recurrent layer, the cache must hold it."
         return piece.build_finding("cached steps differ", message, evidence, hint)
     if values.shape[-2] == count:
         differs = _rows_differ(values[..., found : found + needed, :], expected_value, tolerance)
         if differs.any():
-            message = (
-                "Values in the cache are not those of their tokens: the step's own values were not appended."
-            )
+            message = "Cached values do not match their tokens: the values of this step were not appended."
             evidence["values that differ"] = int(differs.sum())
-            hint = "Append the new values as the new keys are appended."
+            hint = "Append new values in the same way as new keys."
             return piece.build_finding("cache: values missing", message, evidence, hint)
     return _check_mask(whole, piece, start, stop, first_key - found, evidence)
 
@@ -662,7 +659,7 @@ def _check_mask(
         if all((a[..., row] == b[..., row]).all() for a, b in zip(expected, actual, strict=True)):
             continue
         counts = [int((edges[1][..., row] - edges[0][..., row]).max()) for edges in (expected, actual)]
-        message = "A row of a cached step attends to other keys than in the whole sequence."
+        message = "A row of a cached step attends to different keys than in one pass over the whole sequence."
         evidence |= {
             "token": start + row,
             "keys it attends to": counts[1],
@@ -716,7 +713,7 @@ def explain_not_finite(exam: Examination, origin: Origin, diagnosed: Findings) -
     layer = names.index(inside[0]) if inside else -1
     module = dict(subject.model.named_modules())[origin.module]
     evidence: dict[str, Any] = {"input" if origin.is_inside else "modules before": "finite"}
-    message = f"They begin {origin.describe()}"
+    message = f"They first appear {origin.describe()}"
     broken = {
         name: int((~weight.isfinite()).sum()) for name, weight in module.named_parameters(recurse=False)
     }
@@ -726,22 +723,20 @@ def explain_not_finite(exam: Examination, origin: Origin, diagnosed: Findings) -
         evidence[f"in {name}"] = f"{broken[name]:,} of {getattr(module, name).numel():,}"
         hint = "Load the weights again, or look for the training step that broke them."
         return Finding("NaN or inf", "error", message, origin.module, layer, evidence=evidence, hint=hint)
-    message += ", whose input is finite." if origin.is_inside else "; everything before is finite."
-    hint = (
-        "Check this step: a division by zero, a logarithm or root of zero, an overflow, a row without keys."
-    )
+    message += ", whose input is finite." if origin.is_inside else "; everything before it is finite."
+    hint = "Check this step for a division by zero, a logarithm of zero, an overflow, or a row without keys."
     dtype = next((weight.dtype for weight in subject.model.parameters()), torch.float32)
     if dtype.itemsize == 2 and not why_no_float32(subject):
         is_finite = bool(_make_float32(subject).run_inputs().isfinite().all())
         subject.num_passes += 1
-        evidence["the same run in float32"] = "finite" if is_finite else "not finite"
+        evidence["same run in float32"] = "finite" if is_finite else "not finite"
         if is_finite:
             what = "The scores, or the softmax, overflow" if inside else "It overflows"
             message += f" {what} {str(dtype).removeprefix('torch.')}, since float32 gives finite numbers."
             hint = f"The largest number of this dtype is {torch.finfo(dtype).max:.3g}. Use bfloat16, or compute this "
             hint += "step in float32."
             if inside:
-                hint += " F.scaled_dot_product_attention does; or scale the query before the product."
+                hint += " F.scaled_dot_product_attention does. Or scale the query before the product."
     if inside and any(exam.recording.calls(name)[0].weights is not None for name in inside):
         evidence["unknown"] = "query and key, since the layer computes its own softmax"
     return Finding("NaN or inf", "error", message, origin.module, layer, evidence=evidence, hint=hint)
@@ -753,11 +748,11 @@ def why_no_float32(subject: Subject) -> str:
     if all(weight.dtype.itemsize >= 4 for weight in weights if weight.is_floating_point()):
         return "the model is in float32 or wider"
     if subject.user_forward is not None:
-        return "forward= calls the model itself, and not a copy"
+        return "forward= calls the model itself, not a copy"
     if any(hasattr(weight, "device_mesh") for weight in weights):
         return "the weights are split over ranks"
     nbytes = 4 * sum(weight.numel() for weight in weights)
-    return f"a copy in float32 takes {nbytes / 2**30:.0f} GiB" if nbytes > MAX_COPY_BYTES else ""
+    return f"a copy in float32 would need {nbytes / 2**30:.0f} GiB" if nbytes > MAX_COPY_BYTES else ""
 
 
 def _make_float32(subject: Subject) -> Subject:
@@ -783,12 +778,12 @@ def check_dtype(exam: Examination) -> Finding | None:
         sizes = [_relative_norm(a, b) for a, b in ((event.input, wide.input), (event.output, wide.output))]
         if sizes[1] > BEYOND_ROUNDING and sizes[0] < BEYOND_ROUNDING / 10:
             dtype = str(next(exam.subject.model.parameters()).dtype).removeprefix("torch.")
-            message = f"The output of {event.name} ({event.class_name}) differs in {dtype} from that in float32, by "
-            message += "more than rounding, and its input does not."
-            evidence = {"input": sizes[0], "output": sizes[1]}
-            hint = (
-                "Compute positions, norms, scores and sums of this module in float32, and convert the result."
+            message = (
+                f"The output of {event.name} ({event.class_name}) differs between {dtype} and float32 by "
             )
+            message += "more than rounding, but its input does not."
+            evidence = {"input": sizes[0], "output": sizes[1]}
+            hint = "Compute positions, norms, scores and sums of this module in float32, and cast the result."
             return Finding("dtype", "warning", message, event.name, evidence=evidence, hint=hint)
     return None
 
@@ -841,7 +836,7 @@ def check_silent_norms(exam: Examination) -> list[Finding]:
             message = f"The layer does not call {' and '.join(names)}, and changing its weights does not change the "
             message += "output."
             hint = "Call it where the reference does: q_norm and k_norm on each head, before rotary positions. If "
-            hint += "another mode of the model uses it, this is not a fault."
+            hint += "another mode of the model uses it, ignore this."
             evidence = {"norms": ", ".join(names), "largest change of the output": 0.0}
             kind = "weights without effect"
             findings.append(logged.build_finding(kind, message, evidence, hint, "warning"))
@@ -902,10 +897,10 @@ def check_position_tables(exam: Examination) -> Iterator[Finding]:
     for name, found in rows.items():
         if found == [0, 1]:
             count = tables[name].num_embeddings
-            message = f"The first token reads row 0 of a table that has {count} rows: the offset of its positions was "
-            message += "forgotten."
+            message = f"The first token reads row 0 of a table that has {count} rows: the offset of the positions is "
+            message += "missing."
             evidence = {"rows": count, "rows read by the first tokens": "0, 1"}
-            hint = "Add the offset to the positions, 2 in OPT and BART; the rows before it are for padding."
+            hint = "Add the offset to the positions (2 in OPT and BART); the rows before it are reserved."
             yield Finding("position table offset", "error", message, name, evidence=evidence, hint=hint)
 
 
@@ -918,7 +913,7 @@ def _lacks_probe(exam: Examination) -> str:
 
 def _lacks_silent_norms(exam: Examination) -> str:
     has_some = not exam.no_probe and find_silent_norms(exam.calls)
-    return exam.no_probe or ("" if has_some else "the attention layers call all norms that can be changed")
+    return exam.no_probe or ("" if has_some else "the attention layers call all their norms")
 
 
 def _lacks_long_tables(exam: Examination) -> str:
@@ -929,7 +924,7 @@ def _lacks_long_tables(exam: Examination) -> str:
 def _lacks_outputs(exam: Examination) -> str:
     if exam.no_probe or exam.has_token_outputs:
         return exam.no_probe
-    return f"the output has the shape {tuple(exam.probe_output.shape)}, and no vector for each token"
+    return f"the output has the shape {tuple(exam.probe_output.shape)}, not one vector per token"
 
 
 def _lacks_batch(exam: Examination) -> str:
@@ -937,10 +932,10 @@ def _lacks_batch(exam: Examination) -> str:
     output, batch = exam.probe_output, 1
     if exam.probe_tokens is None:
         if not inputs or not inputs[0].ndim:
-            return "the inputs have no tensor with an axis for the batch"
+            return "the inputs have no tensor with a batch axis"
         modules = exam.subject.model.modules()
         if inputs[0].ndim < 4 and any(getattr(module, "batch_first", True) is False for module in modules):
-            return "batch_first is False, so it is not known which axis of the inputs is the batch"
+            return "batch_first is False, so the batch axis of the inputs is unknown"
         output, batch = exam.user_output, len(inputs[0])
     elif exam.no_probe:
         return exam.no_probe
@@ -957,42 +952,42 @@ def _lacks_positions(exam: Examination) -> str:
     if _lacks_outputs(exam) or exam.with_positions:
         return _lacks_outputs(exam)
     takes = exam.subject.takes_positions
-    return "its own positions are not 0, 1, 2, …" if takes else "the model takes no position_ids"
+    return "the default positions are not 0, 1, 2, …" if takes else "the model does not accept position_ids"
 
 
 def _lacks_mask(exam: Examination) -> str:
     if _lacks_outputs(exam):
         return _lacks_outputs(exam)
     if exam.tokens.shape[1] <= PADDING:
-        return f"the model runs on {exam.tokens.shape[1]} tokens only, too few to pad"
-    return "" if exam.subject.takes_mask else "the model takes no attention_mask"
+        return f"the model runs on only {exam.tokens.shape[1]} tokens, too few to pad"
+    return "" if exam.subject.takes_mask else "the model does not accept attention_mask"
 
 
 def _lacks_cache(exam: Examination) -> str:
     if _lacks_causality(exam) or not exam.subject.takes_cache:
-        return _lacks_causality(exam) or "the model takes no past_key_values"
-    return "the model returns no past_key_values" if exam.subject.returns_cache is False else ""
+        return _lacks_causality(exam) or "the model does not accept past_key_values"
+    return "the model does not return past_key_values" if exam.subject.returns_cache is False else ""
 
 
 def _lacks_mask_or_cache(exam: Examination) -> str:
     subject = exam.subject
     if subject.user_forward is not None or subject.user_cached is not None:
-        return "forward= and cached= take no mask together with a cache"
+        return "forward= and cached= do not accept a mask together with a cache"
     if subject.is_encoder_decoder:
-        return "the padding of an encoder-decoder model is not in its cache of tokens"
+        return "the cache of an encoder-decoder model does not hold the padded source"
     return _lacks_mask(exam) or _lacks_cache(exam)
 
 
 def _lacks_encoder(exam: Examination) -> str:
     if not exam.subject.is_encoder_decoder:
-        return "it is no encoder-decoder model"
+        return "not an encoder-decoder model"
     return "" if exam.subject.find_encoder() is not None else "no encoder was found"
 
 
 def _lacks_source(exam: Examination) -> str:
     if not exam.subject.is_encoder_decoder:
-        return "it is no encoder-decoder model"
-    return "" if "input_ids" in exam.subject.inputs else "the source is not token ids"
+        return "not an encoder-decoder model"
+    return "" if "input_ids" in exam.subject.inputs else "the source does not consist of token ids"
 
 
 EXPERIMENTS: tuple[Check[Examination], ...] = (

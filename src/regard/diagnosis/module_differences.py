@@ -325,8 +325,8 @@ def describe_relation(a: Tensor, b: Tensor, within: float) -> str:
     if float((second - ratio * first).square().sum()) <= within**2 * norm and abs(ratio - 1) > within:
         return f"is {ratio:.4g} times as large in B"
     for name, parts in {
-        "has the same numbers in a different order within each row in B": (first, second),
-        "has the same numbers in different places in B": (first.flatten(1), second.flatten(1)),
+        "has the same numbers in B, but at different places in each row": (first, second),
+        "has the same numbers in B, but at different places": (first.flatten(1), second.flatten(1)),
     }.items():
         ordered = [part.sort(-1).values for part in parts]
         if float((ordered[0] - ordered[1]).square().sum()) <= within**2 * square:
@@ -361,32 +361,34 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
     if pair.reads_other_ids:
         return _build_other_ids(pair, place, evidence)
     if not difference.is_inside:
-        start = "Before it nothing is known:" if before is None else f"What {before.name} returns agrees, and"
-        end = f"what {name} reads" if pair.name and pair.reads_others else f"what {name} returns"
-        message = f"{start} {end} differs: they diverge in the code between the two."
+        end = f"the input of {name}" if pair.name and pair.reads_others else f"the output of {name}"
+        message = f"{end[0].upper()}{end[1:]} differs, and no module before it was recorded."
+        if before is not None:
+            message = (
+                f"The output of {before.name} agrees, but {end} differs. The runs diverge between the two."
+            )
         relation = describe_relation(pair.a.input, pair.b.input, pair.limit) if pair.reads_others else ""
         if relation:
             message += f" It {relation}."
-        hint = f"Compare the code of {difference.module or 'the model'} between them."
-        if "other places" in relation:
-            hint += " Heads are merged by x.transpose(1, 2).reshape(batch, n, heads * head_dim)."
-        kind = "view or transpose" if "other places in B" in relation else "module"
+        span = "before it" if before is None else "between them"
+        hint = f"Compare the code of {difference.module or 'the model'} {span}."
+        if "different places" in relation:
+            hint += " Merge heads with x.transpose(1, 2).reshape(batch, n, heads * head_dim)."
+        kind = "view or transpose" if relation.endswith("different places") else "module"
         return Finding(kind, "error", message, hint=hint, evidence=evidence, **place)
     shift = find_shift(pair.a.output, pair.b.output, pair.limit)
     if shift and pair.a.input is None:
         rows = f"{abs(shift)} row{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
-        message = (
-            f"{name} ({pair.class_name}) of B reads its table {rows} than that of A, for the same tokens."
-        )
-        hint = "Compare the offset of the position table: in OPT, the first two rows are not positions."
+        message = f"{name} ({pair.class_name}) reads its table {rows} in B than in A, for the same tokens."
+        hint = "Compare the offset of the position table: OPT reserves its first two rows."
         return Finding(
             "position ids", "error", message, hint=hint, evidence=evidence | {"offset": shift}, **place
         )
-    message = f"{name} ({pair.class_name}) has a different output, although its input agrees."
+    message = f"{name} ({pair.class_name}) has the same input but a different output."
     if pair.a.input is None and pair.b.input is None:
-        message = f"{name} ({pair.class_name}) has a different output for the same ids."
+        message = f"{name} ({pair.class_name}) returns a different output for the same ids."
         if pair.a.ids is None or pair.b.ids is None:
-            message = f"{name} ({pair.class_name}) has a different output; its input was not recorded."
+            message = f"{name} ({pair.class_name}) returns a different output; its input was not recorded."
     if pair.a.num_parts and pair.b.num_parts and pair.name:
         message += " The modules inside it agree, so the code around them differs."
     relation = describe_relation(pair.a.output, pair.b.output, pair.limit)
@@ -397,7 +399,7 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
         hint = weights
     else:
         has_weights = pair.a.has_weights
-        hint = "Compare its weights, and its settings." if has_weights else "Compare its settings and code."
+        hint = "Compare its weights and settings." if has_weights else "Compare its settings and code."
     order = find_fused_order(pair, heads)
     return Finding("module", "error", message, hint=order or hint, evidence=evidence, **place)
 
@@ -411,7 +413,7 @@ def _build_other_ids(pair: EventPair, place: dict[str, Any], evidence: dict[str,
     is_position = any(word in pair.a.name.rpartition(".")[2].lower() for word in ("pos", "wpe"))
     word = "position" if is_position else "token"
     message = (
-        f"{pair.name} reads other {word}s: {int(others[entry, column])} instead of {int(ids[entry, column])} "
+        f"{pair.name} reads different {word}s: {int(others[entry, column])} instead of {int(ids[entry, column])} "
         f"at token {row} of batch entry {entry}."
     )
     hint = "Run both models on the same tokens."
@@ -430,9 +432,9 @@ def find_fused_order(pair: EventPair, heads: int) -> str:
     first, second = widen(a), widen(b.to(a.device))
     within = pair.limit**2 * float(first.square().sum())
     if float((first[..., order] - second).square().sum()) <= within:
-        stored = "in blocks (all queries, all keys, all values), and that of A head by head"
+        stored = "in blocks (all queries, all keys, all values), but A head by head"
     elif float((first - second[..., order]).square().sum()) <= within:
-        stored = "head by head, and that of A in blocks (all queries, all keys, all values)"
+        stored = "head by head, but A in blocks (all queries, all keys, all values)"
     else:
         return ""
-    return f"The fused projection of B has queries, keys and values {stored}. Reorder the rows of its weight and bias."
+    return f"The fused projection of B stores queries, keys and values {stored}. Reorder the rows of weight and bias."

@@ -116,7 +116,7 @@ def _check_swapped_axes(logged: LoggedCall, num_tokens: int) -> Finding | None:
         return None
     return logged.build_finding(
         "heads and tokens swapped",
-        "The axis of the heads has one entry for each token: each token attends to its own heads only.",
+        "The axis of the heads has one entry for each token, so each token attends only to its own heads.",
         {"query": str(tuple(query.shape)), "tokens": num_tokens},
         "Transpose before the call: F.scaled_dot_product_attention takes (batch, heads, n, head_dim).",
     )
@@ -181,7 +181,7 @@ def _check_merge(logged: LoggedCall) -> Finding | None:
                 "The input of the output projection has channel 0 of every head first, then channel 1, where heads are "
                 "merged one after another.",
                 evidence | {"input of the next layer": event.name},
-                f"{hint} If the model was trained with this order, this is not a fault.",
+                f"{hint} Ignore this if the model was trained with this order.",
                 "warning",
             )
     return None
@@ -208,13 +208,11 @@ def _check_used_heads(logged: LoggedCall) -> Finding | None:
                 continue
             evidence = {
                 "heads of the projection": projected.shape[1],
-                "heads that are used": ", ".join(
-                    map(str, sorted({head for head in used if head is not None}))
-                ),
+                "heads used": ", ".join(map(str, sorted({head for head in used if head is not None}))),
                 "projection": event.name,
             }
-            message = f"Some {name} heads of the projection are not used by any query head."
-            hint = "Give each group of query heads its own: repeat_interleave(groups, dim=1), or enable_gqa=True."
+            message = f"No query head uses some {name} heads of the projection."
+            hint = "Assign one to each group of query heads: repeat_interleave(groups, dim=1), or enable_gqa=True."
             return logged.build_finding("key heads not used", message, evidence, hint)
     return None
 
@@ -242,13 +240,13 @@ def _check_head_order(logged: LoggedCall) -> Finding | None:
     }
     if key != value:
         message = (
-            "Keys and values were repeated in different orders, so a head reads the values of another head."
+            "Keys and values were repeated in different orders, so heads read the values of other heads."
         )
         hint = "Repeat both with repeat_interleave(groups, dim=1), or pass enable_gqa=True."
         return logged.build_finding("key and value heads differ", message, evidence, hint)
     if key != [head % len(set(key)) for head in range(heads)]:
         return None
-    message = "Key heads were tiled (0, 1, 0, 1), but grouped attention repeats each one (0, 0, 1, 1)."
+    message = "Key heads were tiled (0, 1, 0, 1); grouped attention repeats each one (0, 0, 1, 1)."
     hint = "Use repeat_interleave(groups, dim=1) or expand, not repeat; or pass enable_gqa=True. If the model was "
     hint += "trained with tiled heads, this is not a fault."
     return logged.build_finding("key heads tiled", message, evidence, hint, "warning")
@@ -286,15 +284,19 @@ def _check_scale(logged: LoggedCall, width: int | None) -> Finding | None:
     if configured is not None:
         default = configured
         named += (
-            [] if math.isclose(call.scale, configured, rel_tol=1e-2) else [(scale, "another scale was used")]
+            []
+            if math.isclose(call.scale, configured, rel_tol=1e-2)
+            else [(scale, "a different scale was used")]
         )
     elif not (has_norm and logged.is_configured):
-        named += [(1 / dim, "it is 1/head_dim, as if they were scaled twice")]
+        named += [(1 / dim, "the factor is 1/head_dim, as if scaled twice")]
     if configured is None and not logged.is_configured:
         named += [] if has_norm else [(1.0, "the scale is missing")]
-        named += [((2 * dim) ** -0.5, "it is 1/√(2 · head_dim)")]
-        named += [((kv_heads * dim) ** -0.5, "it is 1/√(kv_heads · head_dim)")]
-        named += [] if width is None else [(width**-0.5, "it is 1/√width of the model, not of a head")]
+        named += [((2 * dim) ** -0.5, "the factor is 1/√(2 · head_dim)")]
+        named += [((kv_heads * dim) ** -0.5, "the factor is 1/√(kv_heads · head_dim)")]
+        named += (
+            [] if width is None else [(width**-0.5, "the factor is 1/√width of the model, not of a head")]
+        )
     mistakes = [name for value, name in named if math.isclose(scale, value, rel_tol=1e-2)]
     if not mistakes or math.isclose(scale, default, rel_tol=1e-2):
         return None
@@ -306,7 +308,7 @@ def _check_scale(logged: LoggedCall, width: int | None) -> Finding | None:
         default_name: default,
     }
     message = f"The scores are not scaled by {default_name}: {', and '.join(mistakes)}."
-    hint = f"Scale once, by {default:.4g}: omit scale, and do not multiply the query. Ignore this if it is intended."
+    hint = f"Scale once, by {default:.4g}: omit scale, and do not multiply the query. Ignore this if it is intentional."
     return logged.build_finding("scale", message, evidence, hint, "warning")
 
 
@@ -339,9 +341,9 @@ def check_encoder_states(calls: Sequence[LoggedCall], encoded: Tensor) -> list[F
                 findings.append(
                     logged.build_finding(
                         "cross-attention keys",
-                        f"The keys are not computed from the unchanged encoder output: {change}.",
+                        f"The keys are computed from a reordered encoder output: {change}.",
                         {"layer": event.name, "encoder output": str(tuple(encoded.shape))},
-                        "Pass encoder_outputs of the same batch, in the same order; reorder both with the beams.",
+                        "Pass encoder_outputs of the same batch in the same order. With beam search, reorder both.",
                     )
                 )
                 break

@@ -153,10 +153,10 @@ def _check_axis(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
         return None
     return logged.build_finding(
         "rotary: wrong axis",
-        "Queries are rotated by the number of the head instead of the position of the token.",
+        "Queries are rotated by the head index instead of the position of the token.",
         {
-            "turn of each head (rad)": ", ".join(f"{angle:.3g}" for angle in angles.tolist()),
-            "turn per token": 0.0,
+            "rotation of each head (rad)": ", ".join(f"{angle:.3g}" for angle in angles.tolist()),
+            "rotation per token": 0.0,
         },
         "Apply rotary positions to (batch, heads, n, head_dim), or broadcast cos and sin over the right axis.",
     )
@@ -166,19 +166,19 @@ def _check_equal(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     """Check that queries and keys turn by the same angles."""
     message = ""
     if query.is_turn and key.kind == "none":
-        message = "Queries are rotated by their position, but keys are not."
+        message = "Queries are rotated by position, but keys are not."
     elif key.is_turn and query.kind == "none":
-        message = "Keys are rotated by their position, but queries are not."
+        message = "Keys are rotated by position, but queries are not."
     elif query.is_turn and key.is_turn:
         have_many_pairs = min(len(query.angles), len(key.angles)) > 1
         if query.start != key.start or (query.layout != key.layout and have_many_pairs):
-            message = "Different pairs of numbers are rotated in queries and keys."
+            message = "Queries and keys are rotated in different pairs of channels."
         elif not _have_equal_angles(query.angles, key.angles):
             message = "Queries and keys are rotated by different angles."
     if not message:
         return None
     evidence = {"query": _describe(query), "key": _describe(key)}
-    hint = "Apply rotary positions once to both, with the same positions, sign and layout; not to cached keys again."
+    hint = "Rotate both once, with the same positions, sign and layout. Do not rotate cached keys again."
     return logged.build_finding("rotary: query and key differ", message, evidence, hint)
 
 
@@ -196,7 +196,7 @@ def _check_even(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
     worst = max(query.unevenness, key.unevenness)
     return logged.build_finding(
         "rotary: positions rounded",
-        "The rotation from one position to the next is not constant: positions or angles were rounded.",
+        "The rotation from one position to the next is uneven: positions or angles were rounded.",
         {
             "largest deviation (rad)": worst,
             "query": _describe(query),
@@ -214,7 +214,7 @@ def _check_twice(logged: LoggedCall, query: Turn, key: Turn) -> Finding | None:
         "rotary: applied twice",
         "The fastest pair is rotated by 2 radians per token instead of 1.",
         {"query": _describe(query), "key": _describe(key)},
-        "Apply rotary positions once: in the projection or before the call, and not to keys from a cache.",
+        "Apply rotary positions once, in the projection or before the call. Do not rotate cached keys again.",
     )
 
 
@@ -231,13 +231,13 @@ def _check_configuration(logged: LoggedCall, query: Turn, config: Any) -> list[F
             return _check_factor(logged, query, configured)
     configured = candidates[0]
     evidence = {
-        "turns (rad)": _format_angles(angles, configured.angles),
+        "measured (rad)": _format_angles(angles, configured.angles),
         "configured": _format_angles(configured.angles, angles),
         "rope_type": configured.rope_type,
         "rope_theta": configured.theta,
     }
-    hint = "Compute inv_freq from the configuration; a cast, a copied buffer or another base changes it."
-    message = "The pairs are not rotated by the angles of the configuration"
+    hint = "Compute inv_freq from the configuration. A cast, a copied buffer or a different base changes it."
+    message = "The rotation angles differ from the configuration"
     message += _explain_angles(angles, configured, dim, within)
     return [logged.build_finding("rotary: not as configured", message, evidence, hint)]
 
@@ -284,9 +284,9 @@ def _explain_angles(angles: Tensor, configured: ConfiguredRotary, dim: int, with
     for size in dict.fromkeys((configured.size, *_list_sizes(dim))):
         if _are_close(angles, compute_angles(theta, size), within):
             if size == configured.size:
-                return f": they are the angles without scaling, but rope_type is {configured.rope_type!r}."
+                return f": they are not scaled, although rope_type is {configured.rope_type!r}."
             if configured.rope_type == "default":
-                return f": {size} numbers of each head are rotated instead of {configured.size}."
+                return f": {size} channels of each head are rotated instead of {configured.size}."
     if math.isclose(float(angles[0]), 1.0, rel_tol=1e-2) and len(angles) > 1:
         found = float(angles[1]) ** -len(angles)
         if _are_close(angles, compute_angles(found, 2 * len(angles)), within):
@@ -334,9 +334,9 @@ def _check_values(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findin
     if not turn.is_turn or not _have_equal_angles(turn.angles.abs(), key.angles.abs()):
         return []
     evidence = {"value": _describe(turn), "key": _describe(key)}
-    message = "Values are rotated by their position, like queries and keys."
+    message = "Values are rotated by position, as queries and keys are."
     hint = "Apply rotary positions to queries and keys only; the weights carry the positions."
-    return [logged.build_finding("rotary: values turned", message, evidence, hint)]
+    return [logged.build_finding("rotary: values rotated", message, evidence, hint)]
 
 
 def _check_norms(logged: LoggedCall) -> list[Finding]:
@@ -355,8 +355,10 @@ def _check_norms(logged: LoggedCall) -> list[Finding]:
                 continue
             turn = measure_turn(given[0])
             if turn.kind == "even" and measure_turn(output[0]).kind == "unknown":
-                message = "The query or key is normalised after its rotation, so the norm's weights distort the angles."
-                evidence = {"norm": event.name, "output": name, "its input": _describe(turn)}
+                message = (
+                    "The query or key is normalised after the rotation, so its weights distort the angles."
+                )
+                evidence = {"norm": event.name, "output": name, "input of the norm": _describe(turn)}
                 hint = (
                     "Apply q_norm and k_norm before rotary positions, unless the model was trained otherwise."
                 )
@@ -371,9 +373,9 @@ def _check_missing(turns: Sequence[tuple[LoggedCall, Turn, Turn]]) -> list[Findi
     turning = len(with_turn)
     if not without or turning <= len(without) or _state_types(without) & _state_types(with_turn) == set():
         return []
-    message = "Queries and keys are not rotated by their position in this layer, unlike in most others."
+    message = "Queries and keys are not rotated in this layer, but are in most other layers."
     hint = "Apply rotary positions in every layer, unless the architecture has layers without positions."
-    evidence = {"layers that turn": turning, "layers that do not": len(without)}
+    evidence = {"layers that rotate": turning, "layers that do not": len(without)}
     return [
         logged.build_finding("rotary: missing in some layers", message, evidence, hint, "warning")
         for logged in without
@@ -394,7 +396,7 @@ def _state_types(calls: Sequence[LoggedCall]) -> set[tuple[Any, ...]]:
 
 def _describe(turn: Turn) -> str:
     if not turn.is_turn:
-        return {"none": "no turn", "unknown": "not a turn"}[turn.kind]
+        return {"none": "not rotated", "unknown": "not a rotation"}[turn.kind]
     angles = ", ".join(f"{angle:.3g}" for angle in turn.angles[:3].tolist())
     return f"{turn.layout} pairs, {angles}{', …' if len(turn.angles) > 3 else ''} rad per token"
 

@@ -1,4 +1,4 @@
-"""How the query, key or value of one call is related to that of another: equal, scaled, turned, permuted, or other."""
+"""How the query, key or value of one call is related to that of another: equal, scaled, rotated, permuted, or other."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def relate(
         broken &= tokens
     if broken.any():
         rows, batch = list_rows(broken)
-        detail = "has NaN or inf" + (" in other places than A" if not finite_a.all() else "")
+        detail = "has NaN or inf" + (", in other entries than A" if not finite_a.all() else "")
         if finite_b.all():
-            detail = "is finite, and that of A is not"
+            detail = "is finite, unlike A's"
         return Relation("not finite", float("inf"), detail, rows=rows, batch=batch)
     size = float(differences.max())
     if size <= limit:
@@ -112,7 +112,7 @@ def relate(
     some_a, some_b = a.transpose(1, 2)[differs], b.transpose(1, 2)[differs]
     ratio = float((some_a * some_b).sum() / (some_a * some_a).sum().clamp(min=torch.finfo(wide).tiny))
     if ratio and largest_difference(some_a * ratio, some_b) <= within:
-        return Relation("scaled", size, f"is {ratio:.3g} × that of A", ratio=ratio, **where)
+        return Relation("scaled", size, f"is {ratio:.3g} × A's", ratio=ratio, **where)
     if not some_b.any():
         return Relation("scaled", size, "is 0", ratio=0.0, **where)
     heads = _match(some_a.transpose(0, 1), some_b.transpose(0, 1), within, allows_one=True)
@@ -125,7 +125,7 @@ def relate(
     if a.shape[2] <= MAX_TOKENS:
         places = _match(a.movedim(2, 0), b.movedim(2, 0), within, MAX_MATCHED_PER_TOKEN)
     if places is not None:
-        detail = "has the tokens of A in another order"
+        detail = "has the tokens of A in a different order"
         if len(set(places)) < len(places):
             detail = "repeats tokens of A"
         return Relation("tokens", size, detail, order=places, **where)
@@ -138,9 +138,9 @@ def relate(
         return Relation("turned", size, turn, **where)
     channels = _match(some_a.movedim(-1, 0), some_b.movedim(-1, 0), within)
     if channels is not None:
-        return Relation("channels", size, "has its channels in another order", order=channels, **where)
+        return Relation("channels", size, "has its channels in a different order", order=channels, **where)
     if _norms_agree(some_a, some_b, within):
-        return Relation("turned", size, "has vectors of the same length in other directions", **where)
+        return Relation("turned", size, "has vectors of the same length in different directions", **where)
     layout = _find_layout(a, b, limit, size)
     if layout:
         return Relation("layout", size, layout, **where)
@@ -229,7 +229,7 @@ def _find_layout(a: Tensor, b: Tensor, limit: float, size: float) -> str:
     varied = float(norms_a.std() / norms_a.mean()) > 8 * within if norms_a.numel() > 1 else False
     heads, n = a.shape[1:3]
     for text, undo in LAYOUTS.items():
-        for first, second, name in ((a, b, ""), (b, a, "is right, and that of A ")):
+        for first, second, name in ((a, b, ""), (b, a, "is right, but A's ")):
             restored = undo(second, first.shape[1], first.shape[2])
             if (
                 restored.shape == first.shape
@@ -247,7 +247,7 @@ def _find_layout(a: Tensor, b: Tensor, limit: float, size: float) -> str:
     if a.shape == b.shape and limit < 1e-3:
         ordered_a, ordered_b = (x.flatten(1).sort(-1).values for x in (a, b))
         if float((ordered_a - ordered_b).abs().max()) <= within * float(a.square().mean().sqrt()):
-            return "has the numbers of A in other places"
+            return "has the numbers of A in different places"
     return ""
 
 
@@ -261,7 +261,7 @@ MAX_SHIFT = 4096
 
 
 def describe_turn(a: Tensor, b: Tensor, rows: Tensor, entries: Tensor, within: float) -> str | None:
-    """Describe how the vectors of B are turned relative to A, if pairs of channels are rotated.
+    """Describe how the vectors of B are rotated relative to A, if pairs of channels are rotated.
 
     Args:
         a: (rows, heads, width), of run A.
@@ -277,7 +277,7 @@ def describe_turn(a: Tensor, b: Tensor, rows: Tensor, entries: Tensor, within: f
         if largest_difference(pairs_a * _unit(turn)[:, None], pairs_b) <= max(within, 1e-4):
             return _describe_common_turn(turn, rows, entries, max(0.01, 4 * within))
         detail = _describe_by_head(a, b, rows, within)
-        return detail or "is turned, each head by other angles"
+        return detail or "is rotated by different angles in each head"
     return _describe_factors(a, b, within) or _describe_mixed_layouts(a, b, rows, within)
 
 
@@ -291,7 +291,7 @@ def _describe_factors(a: Tensor, b: Tensor, within: float) -> str | None:
             min=torch.finfo(norms.dtype).tiny
         )
         if largest_difference(pairs_a * factors, pairs_b) <= within:
-            return "is turned by other sines and cosines: they are rounded, or scaled"
+            return "is rotated with different sines and cosines: they are rounded or scaled"
     return None
 
 
@@ -332,39 +332,39 @@ def _describe_common_turn(turn: Tensor, rows: Tensor, entries: Tensor, tolerance
                 return _describe_rate(angles, tolerance)
     shifts = _find_shifts(turn, tolerance)
     if shifts is None:
-        return "is turned as by other positions"
+        return "is rotated as if it had different positions"
     if len(set(shifts)) == 1:
-        return f"is turned as if its positions were shifted by {shifts[0]:+d}"
+        return f"is rotated as if its positions were shifted by {shifts[0]:+d}"
     by_entry = {int(e): s for e, s in zip(entries, shifts, strict=True)}
     if all(by_entry[int(e)] == s for e, s in zip(entries, shifts, strict=True)):
         texts = [f"{s:+d} in batch entry {e}" for e, s in by_entry.items()]
-        return f"is turned as if its positions were shifted by {', '.join(texts[:4])}"
+        return f"is rotated as if its positions were shifted by {', '.join(texts[:4])}"
     places = [int(row) + shift for row, shift in zip(rows, shifts, strict=True)]
     if len(set(places)) == 1:
-        return f"is turned as if every position were {places[0]}"
+        return f"is rotated as if every position were {places[0]}"
     shown = ", ".join(map(str, places[:8])) + (", …" if len(places) > 8 else "")
-    return f"is turned as if its positions were {shown}"
+    return f"is rotated as if its positions were {shown}"
 
 
 def _describe_rate(angles: Tensor, tolerance: float) -> str:
     """Describe a turn that grows with the position, by its angle per position for each pair."""
     first = float(angles[0])
     if abs(first - 1) <= tolerance:
-        return "is turned once more than that of A: RoPE is applied twice, or missing in A"
+        return "is rotated once more than A's: RoPE is applied twice in B, or not at all in A"
     if abs(first + 1) <= tolerance:
-        return "is turned once less than that of A: RoPE is missing, or every position is 0"
+        return "is rotated once less than A's: RoPE is missing in B, or every position is 0"
     if abs(first + 2) <= tolerance:
-        return "is turned the other way: the sign of the sine is wrong"
+        return "is rotated in the opposite direction: the sign of the sine is wrong"
     if abs(first) > tolerance:
-        return f"is turned as if its positions were multiplied by {1 + first:.3g}"
+        return f"is rotated as if its positions were multiplied by {1 + first:.3g}"
     for base in BASES:
         frequencies = _frequencies(base, len(angles), angles) + angles  # those of B, if A has this base
         if not bool((frequencies[1:] > 0).all()):
             continue
         other = float(frequencies[1]) ** -len(angles)
         if bool(((_frequencies(other, len(angles), angles) - frequencies).abs() <= tolerance / 4).all()):
-            return f"is turned with the base {other:,.0f} instead of {base:,.0f}"
-    return "is turned with another base (theta), or other frequencies"
+            return f"is rotated with base {other:,.0f} instead of {base:,.0f}"
+    return "is rotated with a different base (theta) or different frequencies"
 
 
 def _find_shifts(turn: Tensor, tolerance: float) -> list[int] | None:
@@ -387,14 +387,14 @@ def _find_shifts(turn: Tensor, tolerance: float) -> list[int] | None:
 
 
 def _describe_by_head(a: Tensor, b: Tensor, rows: Tensor, within: float) -> str | None:
-    """Describe a turn that differs from head to head: the number of the head was taken for the position."""
+    """Describe a turn that differs from head to head: the head index was taken for the position."""
     heads = torch.arange(a.shape[1], device=a.device)
     for base in BASES:
         for layout in ("half", "interleaved"):
             back_a = _rotate(a, -rows[:, None], base, layout)
             back_b = _rotate(b, -heads[None], base, layout)
             if largest_difference(back_a, back_b) <= max(within, 1e-3):
-                return "is turned by the number of the head instead of the position"
+                return "is rotated by the head index instead of the position"
     return None
 
 
@@ -408,7 +408,7 @@ def _describe_mixed_layouts(a: Tensor, b: Tensor, rows: Tensor, within: float) -
                 _rotate(t, -rows[:, None], base, layout) for t, layout in zip((a, b), layouts, strict=True)
             )
             if largest_difference(back_a, back_b) <= max(within, 1e-3):
-                return f"is turned in the {layouts[1]} layout instead of the {layouts[0]} layout"
+                return f"is rotated in the {layouts[1]} layout instead of the {layouts[0]} layout"
     return None
 
 

@@ -115,7 +115,7 @@ def _list_recording_checks(
 ) -> list[CheckRun]:
     """List the checks across layers: of NaN and inf, and of the steps of a cache."""
     has_steps = any(len(joined.steps) > 1 for groups in joined_calls.values() for joined in groups)
-    no_steps = "" if has_steps else "one pass was recorded, and no steps with a cache"
+    no_steps = "" if has_steps else "only one pass was recorded, without cached steps"
     no_positions = "" if module_hints.lookups else NO_POSITIONS
     return [
         CheckRun("NaN or inf"),
@@ -149,7 +149,7 @@ def _build_uncaptured(name: str, number: int, failure: Uncaptured) -> Finding:
         evidence = {"reason": failure.reason}
         return Finding("softmax axis", "error", message, name, number, evidence=evidence, hint=hint)
     if failure.is_intended:
-        message = f"Nothing was recorded of it: {failure.reason}."
+        message = f"The layer was not recorded: {failure.reason}."
         return Finding("left out", "note", message, name, number, hint=failure.hint)
     message = f"The layer was not captured: {failure.reason}."
     return Finding("not captured", "warning", message, name, number, hint=failure.hint)
@@ -275,14 +275,14 @@ def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[Check
     all_heads = where.any((0, 2)).all()
     position = next(i for i, other in enumerate(layers) if other is layer)
     evidence: dict[str, Any] = {name: f"{count:,} numbers" for name, count in counts.items()}
-    evidence |= {"in": " and ".join(tensors), "later layers with some": len(affected) - 1}
-    hint = "regard.doctor(model, inputs) names the module where they begin."
+    evidence |= {"in": " and ".join(tensors), "later layers with NaN or inf": len(affected) - 1}
+    hint = "regard.doctor(model, inputs) names the module in which they first appear."
     if "weights" in tensors and len(tensors) == 1:
-        message = "The weights have NaN or inf. Query and key are unknown, because the layer computes its own softmax: "
+        message = "The weights have NaN or inf. Query and key are unknown, since the layer computes its own softmax: "
         message += "its input, projections, scores or mask may be the cause."
     elif tensors == ["mask"]:
-        message = "The mask has NaN or inf, but query and key do not."
-        hint = "Check how the mask is built: −inf − −inf, or 0 · inf; use torch.finfo(dtype).min or booleans."
+        message = "The mask has NaN or inf, but query and key are finite."
+        hint = "Check how the mask is built: −inf − −inf and 0 · inf are NaN. Use torch.finfo(dtype).min or booleans."
     elif len(tensors) == 1 or not all_heads:
         others = "other heads" if not all_heads else "the key" if tensors == ["query"] else "the query"
         have = "have" if not all_heads else "has"
@@ -291,10 +291,12 @@ def _check_finite(layers: list[CheckedLayer]) -> tuple[list[Finding], list[Check
             f"Check the weights of {' and '.join(tensors)} of these heads, and half precision for overflow."
         )
     elif position:
-        message = "Query and key of all heads have NaN or inf: they came with its input, or both projections overflow."
+        message = (
+            "Query and key of all heads have NaN or inf: the input has them, or both projections overflow."
+        )
         message += f" The attention of {layers[position - 1].module} had none."
     else:
-        message = "They are in query and key of the first recorded layer."
+        message = "Query and key of the first recorded layer have NaN or inf."
         hint = "Check the inputs, the embeddings and this layer's projections: isnan(weight).any()."
     return [layer.build_finding("NaN or inf", "error", message, evidence, hint, where)], finite
 
@@ -370,12 +372,8 @@ def _check_positions(
                     row, position, expected = jumps[0]
                     evidence: dict[str, Any] = {"position": position, "expected": expected}
                     evidence |= {"calls with a jump": len(jumps), "looked up by": module}
-                    message = (
-                        "The positions of a cached step do not continue the positions of the cached keys."
-                    )
-                    hint = (
-                        "Omit position_ids, or pass cache length + arange(new tokens), not counting padding."
-                    )
+                    message = "The positions of a cached step do not continue after the positions of the cached keys."
+                    hint = "Omit position_ids, or pass cache length + arange(new tokens) without padding."
                     place: dict[str, Any] = {"module": name, "layer": layer, "rows": (row,)}
                     return [Finding("positions", "error", message, **place, evidence=evidence, hint=hint)]
     return []
@@ -406,11 +404,11 @@ def _lacks_weights(layer: CheckedLayer) -> str:
 
 
 def _lacks_numbers(layer: CheckedLayer) -> str:
-    return _lacks_weights(layer) or ("" if layer.is_finite else "it has NaN or inf")
+    return _lacks_weights(layer) or ("" if layer.is_finite else "the layer has NaN or inf")
 
 
 def _lacks_mask(layer: CheckedLayer) -> str:
-    return _lacks_numbers(layer) or ("its mask has another error" if layer.has_wrong_mask else "")
+    return _lacks_numbers(layer) or ("the mask has a different error" if layer.has_wrong_mask else "")
 
 
 def _lacks_causality(layer: CheckedLayer) -> str:
@@ -431,8 +429,8 @@ def _lacks_documents(layer: CheckedLayer) -> str:
 MASK_FORM_CHECKS: tuple[Check[CheckedLayer], ...] = (
     Check("polarity of the mask", check_inverted_mask, _lacks_weights),
     Check("mask of 0 and 1", check_zero_one_mask, _lacks_weights),
-    Check("padding of another entry", check_padding_order, _lacks_weights),
-    Check("padding of a head", check_padding_axis, _lacks_weights),
+    Check("padding of another batch entry", check_padding_order, _lacks_weights),
+    Check("padding on the axis of the heads", check_padding_axis, _lacks_weights),
 )
 
 LAYER_CHECKS: tuple[Check[CheckedLayer], ...] = (

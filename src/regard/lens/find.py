@@ -39,7 +39,7 @@ def compute_value_norms(call: Call, projections: OutputProjections, operation: s
     elif call.name not in projections:
         fault = f"its output projection was not found: {projections.find_fault(call.name)}"
     elif call.value.shape[-1] != projections[call.name].weight.shape[-2]:
-        fault = "its output projection has another width than its values"
+        fault = "its output projection and its values have different widths"
     if fault:
         raise ArgumentError(
             operation,
@@ -97,7 +97,7 @@ def find_heads(
             operation,
             received=f"by={by!r}",
             expected='"weight" or "contribution"',
-            hint='"contribution" ranks by ‖w v W_O‖, the size of what a weight adds to the output.',
+            hint='"contribution" ranks by ‖w v W_O‖, the size of the vector that a weight adds to the output.',
         )
     table = Table()
     misfits: list[tuple[list[list[Any]], str, int]] = []  # tokens whose number does not fit a layer

@@ -175,7 +175,7 @@ def check_inverted_mask(layer: CheckedLayer) -> Finding | None:
         inverted = has_padding & (visible == ~is_token).all(1)
         if inverted.any():
             where = inverted[:, None, None]
-            message = "The mask masks the tokens instead of the padding."
+            message = "The mask hides the tokens and keeps the padding visible."
             evidence = {"visible padding keys": int(visible[inverted].sum()), "visible tokens": 0}
     token_rows, mask = layer.token_rows, layer.call.compact_mask
     if (
@@ -194,9 +194,7 @@ def check_inverted_mask(layer: CheckedLayer) -> Finding | None:
             evidence["rows that attend to their own key"] = 0
     if where is None:
         return None
-    hint = (
-        "True = attend in F.scaled_dot_product_attention, True = ignore in nn.MultiheadAttention: pass ~mask."
-    )
+    hint = "Pass ~mask: True means attend in F.scaled_dot_product_attention, ignore in nn.MultiheadAttention."
     return layer.build_finding("inverted mask", "error", message, evidence, hint, where)
 
 
@@ -205,22 +203,22 @@ def check_causal_alignment(layer: CheckedLayer) -> Finding | None:
     _, _, q_len, kv_len = layer.shape
     if not layer.call.is_causal:
         return None
-    hint = "Pass is_causal=False for one new token, attn_mask=causal_lower_right(q_len, kv_len) for several."
+    hint = "For one new token pass is_causal=False, for several attn_mask=causal_lower_right(q_len, kv_len)."
     if layer.call.steps > 1:  # joined by a cache
         misses_own = layer.misses_own_key
         if misses_own is None or not misses_own.any():
             return None
         rows = np.flatnonzero(misses_own.any((0, 1)))
-        message = "is_causal with keys from a cache aligns the new queries with key 0 instead of the end."
+        message = (
+            "is_causal with keys from a cache aligns the new queries with key 0 instead of the last key."
+        )
         visible = int(layer.intervals[1][..., rows[0]].max())
         evidence = {"rows that mask their own key": len(rows), f"keys visible to row {rows[0]}": visible}
         return layer.build_finding("causal alignment", "error", message, evidence, hint, misses_own)
     masked = int((~layer.keys.any(0)).sum())
     if q_len >= kv_len or masked == 0:
         return None
-    message = (
-        f"is_causal with {q_len} queries and {kv_len} keys aligns query 0 with key 0 instead of the end."
-    )
+    message = f"is_causal with {q_len} queries and {kv_len} keys aligns query 0 with key 0 instead of the last ones."
     evidence = {"keys masked in every row": masked, "q_len": q_len, "kv_len": kv_len}
     return layer.build_finding("causal alignment", "error", message, evidence, hint)
 
@@ -239,7 +237,7 @@ def check_future(layer: CheckedLayer) -> Finding | None:
     message, has_prefix = "Tokens attend to later tokens.", not mask.stored_arrays and _has_prefix(layer)
     if has_prefix:
         message = (
-            "Tokens of a prefix attend to each other, and the rest is causal: a prefix model, if intended."
+            "Tokens of a prefix attend to each other and the rest is causal, as in a prefix language model."
         )
     evidence, hint = _describe_shares(share), "Pass is_causal=True or a causal mask to this layer."
     if not has_prefix and not mask.stored_arrays:
@@ -251,7 +249,7 @@ def check_future(layer: CheckedLayer) -> Finding | None:
         "error" if share.max() > SIGNIFICANT and not has_prefix else "warning",
         message,
         evidence,
-        f"{hint} If tokens may attend to later tokens, call diagnose(causal=False).",
+        f"{hint} If tokens may attend to later tokens, pass diagnose(causal=False).",
         share > ROUNDING,
     )
 
@@ -264,13 +262,15 @@ def _describe_offset(layer: CheckedLayer, message: str) -> tuple[str, dict[str, 
     rows, largest = np.flatnonzero(ahead), int(ahead.max())
     if largest > max(1, kv_len // 8):
         return message, {}
-    evidence = {"keys too many": largest, "first row": int(rows[0])}
+    evidence = {"extra keys": largest, "first row": int(rows[0])}
     if (ahead[: q_len - largest] == largest).all():
         return f"The mask is shifted: each row i attends to key i + {largest}.", evidence
     exact = {256: "bfloat16", 2048: "float16"}
     name = next((name for limit, name in exact.items() if limit <= rows[0] <= limit + 8), None)
     limit = rows[0] // 8 * 8
-    cause = f" Its positions were rounded: {name} holds integers up to {limit} only." if name else ""
+    cause = (
+        f" Its positions were rounded: {name} represents integers exactly only up to {limit}." if name else ""
+    )
     return f"From row {rows[0]} on, rows attend to up to {largest} later keys.{cause}", evidence
 
 
@@ -321,7 +321,7 @@ def check_empty_rows(layer: CheckedLayer) -> Finding | None:
             "padding and later tokens."
         )
     evidence = {"rows": f"{int(empty.any(1).sum())} of {layer.rows.size}"}
-    hint = "Let each token, including padding, attend at least to its own key, and drop the output of padding later."
+    hint = "Let each row attend at least to its own key, including padding rows, and drop their output later."
     return layer.build_finding("fully masked rows", "error", message, evidence, hint, empty)
 
 
@@ -348,18 +348,16 @@ def check_kernel(layer: CheckedLayer) -> Finding | None:
     item_size = 4 if call.query is None else call.query.element_size()
     nbytes = batch * heads * q_len * kv_len * item_size
     if call.dropout_p:
-        hint = (
-            "Dropout forces it on CPU. Train with dropout_p=0.0, or on a GPU, whose kernels support dropout."
-        )
+        hint = "Dropout forces this kernel on CPU. Train with dropout_p=0.0, or on a GPU: its kernels support dropout."
     elif len(call.shape) != 4:
-        hint = f"A query of {len(call.shape)} axes forces it. Pass (batch, heads, n, head_dim)."
+        hint = f"A query of {len(call.shape)} axes forces this kernel. Pass (batch, heads, n, head_dim)."
     elif call.is_broadcast:
         hint = (
-            "Key and value that are broadcast force it. Pass enable_gqa=True for fewer heads, or expand them to the "
+            "A broadcast key or value forces this kernel. Pass enable_gqa=True for fewer heads, or expand them to the "
             "query's batch and heads: key.expand(batch, heads, -1, -1)."
         )
     else:
-        hint = "A mask that requires a gradient forces it, value_dim ≠ head_dim, or a sdpa_kernel(…) context."
+        hint = "A mask that requires a gradient, value_dim ≠ head_dim, or sdpa_kernel(…) forces this kernel."
     return layer.build_finding(
         "slow kernel",
         "warning",
@@ -387,7 +385,7 @@ def check_zero_one_mask(layer: CheckedLayer) -> Finding | None:
     return layer.build_finding(
         "mask of 0 and 1",
         "error",
-        "The mask has only the numbers 0 and 1. As a float mask it is added to the scores, and masks nothing.",
+        "The mask has only the numbers 0 and 1. As a float mask it is added to the scores, so no key is masked.",
         evidence,
         "Pass mask.bool(), True = attend, or masked_fill(mask == 0, -inf).",
     )
@@ -424,7 +422,7 @@ def check_padding_order(layer: CheckedLayer) -> Finding | None:
             return layer.build_finding(
                 "padding mask of another batch entry",
                 "error",
-                "Each entry of the batch is masked by the padding of another entry.",
+                "Each batch entry is masked with the padding of another batch entry.",
                 {"mask of entry": ", ".join(map(str, order))},
                 "Reorder the mask with its inputs: sort, shuffle or repeat both, and do not transpose the batch.",
                 (layer.keys != is_token).any(1)[:, None, None],
@@ -448,7 +446,7 @@ def check_padding_axis(layer: CheckedLayer) -> Finding | None:
     return layer.build_finding(
         "padding masked by head",
         "error",
-        "Head h masks the padding of batch entry h, in every entry: the mask has the batch on the axis of the heads.",
+        "Head h masks the padding of batch entry h: the mask has the batch on the axis of the heads.",
         {
             "batch": batch,
             "heads": heads,
@@ -485,7 +483,7 @@ def check_bias_direction(layer: CheckedLayer) -> Finding | None:
     return layer.build_finding(
         "bias grows with distance",
         "error",
-        "The bias is proportional to the distance, and positive: the most distant tokens get the most weight.",
+        "The bias grows with the distance, so the most distant tokens receive the most weight.",
         {"slopes": ", ".join(f"{slope:.3g}" for slope in slopes[0])},
         "Add −slope · (query position − key position), with positive slopes, as ALiBi does.",
         grows[..., None],
@@ -520,10 +518,10 @@ def _check_restarts(layer: CheckedLayer, positions: Any) -> Finding | None:
     return layer.build_finding(
         "documents attend to each other",
         "error",
-        "The positions restart, so several documents are packed, and tokens attend to earlier documents.",
+        "Positions restart, so documents are packed, and tokens attend to earlier documents.",
         {
             "documents": int(restarts.sum(1).max()) + 1,
-            "rows that attend to another": int(crosses.any((0, 1)).sum()),
+            "rows that attend to another document": int(crosses.any((0, 1)).sum()),
         },
         "Pass a block-diagonal mask, cu_seqlens, or position_ids without attention_mask to transformers.",
         crosses,
@@ -550,10 +548,9 @@ def _check_sinks(layer: CheckedLayer) -> Finding | None:
     return layer.build_finding(
         "sinks not used",
         "error",
-        "The module has learned sinks, but the attention function that ran does not use them.",
+        "The module has learnt sinks, but the attention function does not use them.",
         {"kernel": layer.call.kernel, "weight of the sinks": 0.0},
-        "Load the model with attn_implementation='eager' or another implementation that supports sinks: SDPA has no "
-        "argument for them.",
+        "Load the model with attn_implementation='eager' or another one that supports sinks; SDPA does not.",
     )
 
 
@@ -591,7 +588,7 @@ def _check_windows(layer: CheckedLayer) -> Finding | None:
         return layer.build_finding(
             "window not as configured",
             "error",
-            "The number of keys that tokens attend to is not the one in the configuration or the layer.",
+            "The number of keys that tokens attend to differs from the configuration.",
             {"keys of the widest row": widest, name: "all keys" if window is None else window},
             "Give each layer the mask of its own type. A window of n keys counts the token itself: attend where "
             "query − key < n.",
@@ -628,10 +625,10 @@ def _check_lookup(layer: CheckedLayer, positions: Any, module: str) -> Finding |
     return layer.build_finding(
         "positions count padding",
         "error",
-        "Tokens after padding on the left have the positions of a longer text, which the model did not train on.",
+        "Positions count the padding on the left, so tokens have the positions of a longer text.",
         {
             "padding before the first token": int(first[entry]),
-            "its position": int(positions[entry, first[entry]]),
+            "position of the first token": int(positions[entry, first[entry]]),
             "looked up by": module,
         },
         "Pass position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), or pad on the right.",
@@ -700,7 +697,7 @@ def _check_scale(layer: CheckedLayer, deviation: Any, largest: Any) -> Finding |
         message = "The scale differs from the scale of the other layers."
     expected = usual_scale if is_unusual else default
     scales = f"scale={expected:.4g}" if is_unscaled else f"scale=None, or {expected:.4g}"
-    hint = f"Pass {scales}; scale only once, before or in the call."
+    hint = f"Pass {scales}; scale only once, before or inside the call."
     where = has_large_scores if has_large_scores.any() else ~has_large_scores
     return layer.build_finding("scale", "warning", message, evidence, hint, where[None, :, None])
 
@@ -737,7 +734,7 @@ def _check_entropy(layer: CheckedLayer, deviation: Any, has_large_scores: Any) -
         evidence = {"entropy / ln(keys)": float(share[uniform].min())}
         evidence["deviation of the scores"] = float(deviation[uniform].max())
         message = "All keys have equal weights: the head does not distinguish them."
-        hint = "Expected before training. After it, check for a query or key of zeros, or a scale that is too small."
+        hint = "Expected before training. After it, check for zeros in query or key, or a scale that is too small."
         where = uniform[None, :, None]
         findings.append(layer.build_finding("uniform heads", "note", message, evidence, hint, where))
     return findings
@@ -762,10 +759,10 @@ def _build_saturated(
     if token:
         evidence[f"weight on the {token} token"] = float(weight_on_key[heads].min())
         message = f"The heads attend only to the {token} token."
-        hint = "Common in trained models, and not a fault in itself."
+        hint = "Common in trained models; not an error by itself."
         return layer.build_finding("saturated heads", "note", message, evidence, hint, where)
     message = "Nearly every row puts all its weight on one key."
-    hint = "A row with one key passes no gradient. Normalise queries and keys, or lower their learning rate."
+    hint = "Such a row has no gradient. Normalise queries and keys, or lower their learning rate."
     return layer.build_finding("saturated heads", "warning", message, evidence, hint, where)
 
 

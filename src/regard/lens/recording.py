@@ -56,11 +56,11 @@ def _build_join_error(
     name: str, groups: Sequence[JoinedCalls], faults: Sequence[CacheFault]
 ) -> ArgumentError:
     """Build the error for a layer whose calls are not the steps of one cache."""
-    reason = "keys do not continue those of the call before"
+    reason = "keys do not extend the keys of the previous call"
     if any(joined.last.measures is None and not joined.last.compact_mask.is_intervals for joined in groups):
         reason = "masks are not intervals of keys, or whose biases are arrays: these are not joined"
     if faults:
-        reason = f"keys do not continue those of the call before (call {faults[0].call}: {faults[0].kind})"
+        reason = f"keys do not extend the keys of the previous call (call {faults[0].call}: {faults[0].kind})"
     hint = (
         f"Choose one: recording.calls({name!r})[-1].matrix is the latest. A cache that was cut back or shared by "
         "several continuations has one call for each. If steps do not join (some caches change old keys, broken ones "
@@ -602,7 +602,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         >>> with regard.watch(layer) as recording:
         ...     _ = layer(torch.randn(1, 3, 8))
         >>> recording.diagnose()
-        Nothing found in 1 layer, 2 heads.
+        No problems found in 1 layer, 2 heads.
         <BLANKLINE>
         run      NaN or inf
         not run  cache: keys and values of each step: one pass was recorded, and no steps with a cache

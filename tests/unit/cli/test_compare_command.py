@@ -52,7 +52,7 @@ def test_a_dtype_differs_by_rounding(run):
 def test_models_that_differ_exit_with_1(run, port):
     out, _ = run("compare", INDUCTION, port, "-t", LINE, code=1)
     assert out.startswith(
-        "The runs diverge in layer 0: scale.\n\nerror: scale. The scores of B are 2 × those of A"
+        "The runs diverge in layer 0: scale.\n\nerror: scale. The scores of B are 2 × the scores of A"
     )
     assert "inherited" in out and "  hint      " in out
     out, _ = run("compare", INDUCTION, port, "-t", LINE, "--layers", "layers.1*", "--json", code=1)

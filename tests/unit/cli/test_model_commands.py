@@ -129,11 +129,11 @@ def test_doctor_prints_the_findings(run, tmp_path, monkeypatch):
     out, _ = run("doctor", INDUCTION, "-t", LINE)
     summary, blank, *checks = out.splitlines()
     assert re.fullmatch(
-        r"Nothing found in 2 layers, 8 heads by \d+ forward passes; causal \(inferred\)\.", summary
+        r"No problems found in 2 layers, 8 heads with \d+ forward passes; causal \(inferred\)\.", summary
     )
     assert blank == "" and all(line.startswith(("run      ", "not run  ")) for line in checks)
     assert "run      future token" in checks
-    assert "not run  padding on the left: the model takes no attention_mask" in checks
+    assert "not run  padding on the left: the model does not accept attention_mask" in checks
     out, _ = run("doctor", INDUCTION, "-t", LINE, "--bidirectional")
     assert (
         "; bidirectional (as stated).\n" in out and "not run  future token: the model is not causal\n" in out

@@ -386,7 +386,7 @@ def test_findings_are_sorted_by_severity():
     for line in ("It is on.", "where: layer 3, attn, heads 1–2", "evidence: p 0.1", "hint: Off."):
         assert line in found.text
     assert "error: dropout" in read(finding("error")).text
-    assert "Nothing found in 1 layer." in read(Findings([], "1 layer")).text
+    assert "No problems found in 1 layer." in read(Findings([], "1 layer")).text
     layers = read(Findings([finding("note", layer=n) for n in range(9)]))
     assert layers.text.count("note: dropout") == 1 and "also in layers 1–8: attn" in layers.text
     many = read(Findings([replace(finding("note"), message=f"{n}") for n in range(notebook.MAX_ROWS + 7)]))

@@ -106,8 +106,8 @@ def test_a_mask_that_one_layer_lost_is_found_there():
         ("rope twice", "applied twice"),
         ("rope positions in bfloat16", "rounded"),
         ("rope on the query only", "once less"),
-        ("rope backwards on the key", "the other way"),
-        ("rope on the axis of the heads", "number of the head"),
+        ("rope backwards on the key", "opposite direction"),
+        ("rope on the axis of the heads", "head index"),
         ("rope base of another model", "base 500 instead of 10,000"),
         ("rope pairs of another layout", "half layout instead of the interleaved layout"),
         ("rope pairs of query and key differ", "half layout instead of the interleaved layout"),
@@ -115,7 +115,7 @@ def test_a_mask_that_one_layer_lost_is_found_there():
 )
 def test_a_turn_is_described(fault, text):
     comparison = compare_gpt(fault, values=False)
-    assert comparison.kind == "positions turned" and text in comparison.first.message
+    assert comparison.kind == "rotary positions" and text in comparison.first.message
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_factor_is_explained(fault, ratio, text):
     [
         ("causal mask inverted", "The mask is inverted"),
         ("padding mask inverted", "The padding mask is inverted"),
-        ("padding mask of another batch entry", "padding mask of another one"),
+        ("padding mask of another batch entry", "each other's padding masks"),
         ("padding mask too weak", "-4 is too weak"),
-        ("own key masked", "masks the own key"),
+        ("own key masked", "masks each token's own key"),
         ("causal aligned to the first key", "is_causal aligns to the first key"),
         ("rope on the query only", "both query and key"),
         ("position 0 in every cached step", "continue after the cached tokens"),
@@ -170,7 +170,7 @@ def test_a_fault_is_found_in_half_precision(dtype):
     ids = make_inputs()["input_ids"]
     clean = record(PlantedGPT().eval(), ids)
     faults = {
-        "rope twice": "positions turned",
+        "rope twice": "rotary positions",
         "scale twice": "scale",
         "key heads tiled": "kv heads reordered",
     }
@@ -284,7 +284,7 @@ def test_a_port_whose_scores_agree_is_equivalent():
             block.attn.k_proj.bias.mul_(0.25)
     comparison = regard.compare(record(clean, ids), record(port, ids))
     assert comparison.kind == "equivalent" and comparison.agrees
-    assert "The scores agree, although the query of B is 4 × that of A" in comparison.notes[0]
+    assert "The scores agree, although the query of B is 4 × A's" in comparison.notes[0]
 
 
 def test_a_cached_run_agrees_with_a_whole_one():
@@ -611,7 +611,7 @@ def test_code_between_two_modules_is_named():
     x = torch.linspace(-1, 1, 160).sin().reshape(2, 5, 16)
     comparison = regard.compare(build(1.0), build(0.5), x)
     assert (comparison.kind, comparison.first.module) == ("module", "1")
-    assert "1 (Block) returns something else" in comparison.first.message
+    assert "1 (Block) has the same input but a different output" in comparison.first.message
     assert "the code around them" in comparison.first.message
 
 
@@ -776,13 +776,13 @@ def test_scores_that_overflow_in_eager_attention_are_no_mask():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("one key head for all", "one key and value head to all query heads"),
+        ("one key head for all", "one key-value head to all query heads"),
         ("padding mask of heads, not of entries", "Head h of B has the mask of batch entry h"),
-        ("cross-attention with queries from the encoder", "swap the two"),
-        ("Gemma 3 with windows on the wrong layers", "the mask of A's layers 0, 2 is in B's layers 1, 3"),
+        ("cross-attention with queries from the encoder", "Swap the two"),
+        ("Gemma 3 with windows on the wrong layers", "the mask of A's layers 0, 2 is on B's layers 1, 3"),
         ("OPT without the offset of its positions", "Compare the offset of the position table"),
         ("GPT-NeoX with queries, keys and values in blocks", "in blocks (all queries, all keys, all values)"),
-        ("heads merged channel by channel", "Heads are merged by"),
+        ("heads merged channel by channel", "Merge heads with"),
         ("QK norm forgotten", "blocks.0.attn.k_norm, blocks.0.attn.q_norm ran in A only"),
         ("norm of the key forgotten", "blocks.0.attn.k_norm ran in A only"),
         ("QK norm after the rotation", "Compare the code before blocks.0.attn.q_norm"),

@@ -323,7 +323,7 @@ def test_a_model_that_returns_no_cache_is_not_run_with_one():
     Forgets.forward.__signature__ = inspect.signature(WithCache.forward)
     findings = doctor(Forgets(), make_inputs())
     assert not findings
-    assert reasons(findings)["cache, single steps"] == "the model returns no past_key_values"
+    assert reasons(findings)["cache, single steps"] == "the model does not return past_key_values"
 
 
 def test_a_convolution_that_reads_padding_is_a_warning():

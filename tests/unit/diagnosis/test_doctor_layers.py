@@ -109,7 +109,7 @@ def test_heads_of_a_projection_that_no_query_head_uses_are_found(norms, orders):
         findings
     )
     used = (orders[1] or orders[0])[0]
-    assert found[0].evidence["heads that are used"] == str(used)
+    assert found[0].evidence["heads used"] == str(used)
     assert found[0].evidence["projection"] == "layers.0.v_proj"
 
 
@@ -190,8 +190,8 @@ def test_a_norm_after_rotary_positions_that_keeps_the_pairs_is_none():
 @pytest.mark.parametrize("norms", ["before", "none"])
 def test_values_that_turn_are_found(norms):
     findings = doctor(Port(turns_values=True, norms=norms), make_inputs())
-    found = [finding for finding in findings if finding.kind == "rotary: values turned"]
-    assert [finding.layer for finding in found] == [0] and errors(findings) == {"rotary: values turned"}, (
+    found = [finding for finding in findings if finding.kind == "rotary: values rotated"]
+    assert [finding.layer for finding in found] == [0] and errors(findings) == {"rotary: values rotated"}, (
         findings
     )
 

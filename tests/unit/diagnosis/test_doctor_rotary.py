@@ -65,8 +65,8 @@ def test_a_scaling_that_was_forgotten_is_named(rope_type, dtype):
     assert [(finding.kind, finding.layer, finding.severity) for finding in found] == [
         (KIND, 0, "error"), (KIND, 1, "error"),
     ]  # fmt: skip
-    assert "without scaling" in found[0].message and rope_type in found[0].message
-    assert found[0].evidence["turns (rad)"] != found[0].evidence["configured"]
+    assert "not scaled" in found[0].message and rope_type in found[0].message
+    assert found[0].evidence["measured (rad)"] != found[0].evidence["configured"]
 
 
 def test_the_scaling_of_slow_pairs_alone_is_compared():
@@ -76,7 +76,7 @@ def test_the_scaling_of_slow_pairs_alone_is_compared():
     assert list_findings(model) == []
     model.model.rotary_emb.inv_freq = 5e5 ** (-torch.arange(0, 64, 2) / 64)
     (first, _) = list_findings(model)
-    assert "without scaling" in first.message and "pair" in first.evidence["configured"]
+    assert "not scaled" in first.message and "pair" in first.evidence["configured"]
 
 
 @pytest.mark.parametrize("model", ["Llama", "Qwen3"])
@@ -108,7 +108,7 @@ def test_the_share_of_the_head_that_turns_is_compared(share, size):
     assert list_findings(model) == []
     model.model.rotary_emb.inv_freq = 1e4 ** (-torch.arange(0, size, 2) / size)
     (first, _) = list_findings(model)
-    assert f"{size} numbers of each head are rotated instead of {int(8 * share)}" in first.message
+    assert f"{size} channels of each head are rotated instead of {int(8 * share)}" in first.message
 
 
 def test_the_configuration_of_a_port_is_read():
@@ -119,7 +119,7 @@ def test_the_configuration_of_a_port_is_read():
     assert {finding.kind for finding in list_findings(model)} == {KIND}
     model.config = hf.LlamaConfig(**SIZES | {"head_dim": HEAD_DIM // 2})
     (first, _) = list_findings(model)
-    assert "12 numbers of each head are rotated instead of 6" in first.message
+    assert "12 channels of each head are rotated instead of 6" in first.message
 
 
 def test_each_type_of_layer_has_its_own_angles():

@@ -139,9 +139,9 @@ def test_healthy_models_without_transformers_have_no_errors():
 def test_a_healthy_model_with_large_weights_has_no_findings():
     found = watched(llama(), ids(), attention_mask=padded("left")).diagnose(attention_mask=padded("left"))
     assert found == [], found
-    assert repr(found).startswith("Nothing found in 4 layers, 16 heads.\n\nrun      NaN or inf\n")
+    assert repr(found).startswith("No problems found in 4 layers, 16 heads.\n\nrun      NaN or inf\n")
     not_run = {check.name: check.reason for check in found.checks if check.reason}
-    assert not_run["positions of cached steps"] == "one pass was recorded, and no steps with a cache"
+    assert not_run["positions of cached steps"] == "only one pass was recorded, without cached steps"
     assert "weight on padding" not in not_run and "weight on the future" not in not_run
 
 
@@ -321,7 +321,9 @@ def test_fault_5_inf_that_came_in_between_two_layers():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight.fill_(float("inf"))
     finding = find_only(watched(model, ids()), "NaN or inf")
-    assert finding.layer == 2 and finding.heads == () and finding.evidence["later layers with some"] == 1
+    assert (
+        finding.layer == 2 and finding.heads == () and finding.evidence["later layers with NaN or inf"] == 1
+    )
     assert "The attention of model.layers.1.self_attn had none." in finding.message
 
 
@@ -720,7 +722,7 @@ def test_a_mask_that_is_almost_triangular_was_meant_to_be_causal(offset):
     query = torch.randn(1, 2, n, 8)
     mask = torch.ones(n, n, dtype=torch.bool).tril(offset)
     finding = find_only(watched(PassedAttention(), query, query, attn_mask=mask), "weight on the future")
-    assert finding.severity == "error" and finding.evidence["keys too many"] == offset
+    assert finding.severity == "error" and finding.evidence["extra keys"] == offset
     assert f"each row i attends to key i + {offset}" in finding.message and finding.evidence["first row"] == 0
 
 

@@ -292,7 +292,7 @@ def test_an_empty_recording_is_never_healthy():
     assert [(finding.kind, finding.severity, finding.layer) for finding in findings] == [
         ("nothing recorded", "error", -1)
     ]
-    assert str(findings).startswith("1 error in 0 layers") and "Nothing found" not in str(findings)
+    assert str(findings).startswith("1 error in 0 layers") and "No problems found" not in str(findings)
     assert "regard.watch" in findings[0].as_dict()["hint"]
 
 
