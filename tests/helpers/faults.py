@@ -315,7 +315,7 @@ def _(step: Function) -> Function:
     return lambda self, *args: step(copy_with(self, finite=True), *args)
 
 
-@fault("merge-without-shares", "row 23", "regard.core.products:merge")
+@fault("merge-without-shares", "row 23", "regard.core.products:merge_states")
 def _(merge: Function) -> Function:
     return lambda parts: (sum(output for output, _ in parts) / len(parts), merge(parts)[1])
 

@@ -113,7 +113,11 @@ def test_the_first_version_of_the_calls_is_found_illegal(monkeypatch):
     monkeypatch.setattr(kernels, "get_kernel", lambda device_type: first)
     cases = device_cases.draw(60, seed=20)
     failures = [failure for case in cases if (failure := device_cases.run_case(case, "torch fused"))]
-    assert len(failures) > 15 and all("IllegalCallError" in failure for failure in failures)
+    illegal = [failure for failure in failures if "IllegalCallError" in failure]
+    assert len(illegal) > 15
+    # A legal call fails only where converting the tile to half precision rounds a score_mod.
+    rounded = [failure for failure in failures if failure not in illegal]
+    assert all("float16'" in failure and "above the error rule" in failure for failure in rounded)
 
 
 # -- What runs -------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
         "one row",
         "scores[0]",
     ),
-    (lambda: variance_experiment([8, 4]), "variance_experiment", "(8, 4)", "rising", "sorted"),
+    (lambda: variance_experiment([8, 4]), "variance_experiment", "(8, 4)", "ascending", "sorted"),
     (lambda: variance_experiment([]), "variance_experiment", "d_k ()", "at least one", "sorted"),
     (lambda: variance_experiment([0]), "variance_experiment", "d_k 0", "at least 1", "shape"),
     (lambda: AdditiveAttention(2, 0, 3), "AdditiveAttention", "d_k 0", "at least 1", "shape"),
@@ -181,7 +181,7 @@ CALLS: list[tuple[Any, str, str, str, str]] = [
     (lambda: TransformerBlock(4, 2)(X34, mask=X34 > 0), "apply_mask", "(3, 4)", "broadcasts", "axes"),
     (lambda: learn.dropout(X32, 1), "dropout", "rate 1", "below 1", "chance"),
     (lambda: learn.dropout(X32, -0.1), "dropout", "rate -0.1", "at least 0", "chance"),
-    (lambda: cost_table([4, 4]), "cost_table", "(4, 4)", "rising", "sorted"),
+    (lambda: cost_table([4, 4]), "cost_table", "(4, 4)", "ascending", "sorted"),
     (lambda: cost_table([2.5]), "cost_table", "float 2.5", "whole number", "int(lengths)"),  # type: ignore[list-item]
     (lambda: cost_table(None), "cost_table", "a NoneType", "whole number", "int(lengths)"),  # type: ignore[arg-type]
     (lambda: fit_exponent([1, 2], [1, 0]), "fit_exponent", "2 amounts", "above 0", "logarithm"),

@@ -480,10 +480,13 @@ INVALID = {
         r"padding as causal\(\)",
     ),
     "padding of another length": (lambda: build_layer(24, 4)(x, padding=torch.ones(2, 4).bool()), "kv_len 5"),
-    "a tensor for a mask": (lambda: build_layer(24, 4)(x, mask=torch.ones(5, 5).bool()), "Wrap it: dense"),
+    "a tensor for a mask": (
+        lambda: build_layer(24, 4)(x, mask=torch.ones(5, 5).bool()),
+        r"masks\.dense\(array\)",
+    ),
     "a mask not called": (
         lambda: build_layer(24, 4)(x, mask=causal, cache=KVCache()),
-        r"Call it: causal\(\)",
+        r"causal\(\)\.$",
     ),
     "score_mod": (
         lambda: build_layer(24, 4)(x, score_mod=torch.ones(5, 5), cache=KVCache()),
