@@ -74,13 +74,13 @@ COMMANDS: dict[Callable[..., int], tuple[str, str]] = {
     selfcheck: ("Check the installed versions.", "regard selfcheck --json >selfcheck.json"),
 }
 POLICY_COMMANDS: dict[Callable[..., int], tuple[str, str]] = {
-    make: ("Choose the numbers of keys from a survey.", "regard policy make results -o policy.json"),
+    make: ("Choose the number of keys per head from a survey.", "regard policy make results -o policy.json"),
     verify: (
         "Measure how a policy changes the predictions.",
         "regard policy verify ./model policy.json 'other/*.txt'",
     ),
     tighten: (
-        "Keep more keys where a policy costs too much.",
+        "Keep more keys where a policy changes predictions too much.",
         "regard policy tighten ./model policy.json 'new/*.txt' -o new.json",
     ),
 }

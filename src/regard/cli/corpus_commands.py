@@ -54,7 +54,7 @@ BoundOption = Annotated[
         "--bound",
         metavar="NATS",
         min=1e-9,
-        help="Largest mean KL divergence between predictions with the policy and without, in nats.",
+        help="Largest mean KL divergence between predictions with and without the policy, in nats.",
     ),
 ]
 ResumeOption = Annotated[
@@ -62,7 +62,7 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="DIR",
-        help="Directory for finished parts, from which an interrupted run is resumed.",
+        help="Directory for finished parts. An interrupted run resumes from it.",
     ),
 ]
 
@@ -298,7 +298,7 @@ def make(
     ] = 8192,
     as_json: JsonOption = False,
 ) -> int:
-    """Choose from a survey how many of the latest keys, its window, each key/value head keeps in the cache."""
+    """Choose the window of each key/value head from a survey: how many of the latest keys it keeps in the cache."""
     printer = Printer(as_json)
     check_output(output, "policy make")
     from regard.survey import load as load_survey
@@ -333,7 +333,7 @@ def verify(
         bool,
         typer.Option(
             "--effects",
-            help="Also measure how much each head adds to the divergence: about 9 times the work.",
+            help="Also measure how much each head adds to the divergence; takes about 9 times as long.",
         ),
     ] = False,
     resume: ResumeOption = None,
@@ -341,9 +341,9 @@ def verify(
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Run documents with a policy and without, and compare the predictions.
+    """Run documents with and without a policy, and compare the predictions.
 
-    Exits with 1 if they differ by more than the bound, or if a synthetic test is lost.
+    Exits with 1 if they differ by more than the bound, or if the model no longer passes a synthetic test.
     """
     printer = Printer(as_json)
     check_output(output, "policy verify", show)
@@ -376,7 +376,7 @@ def tighten(
     options: RunOptions,
     as_json: JsonOption = False,
 ) -> int:
-    """Widen the windows of the heads that change the predictions most, until the policy holds."""
+    """Widen the windows of the heads that change the predictions most, until the change is within the bound."""
     printer = Printer(as_json)
     check_output(output, "policy tighten")
     from regard.policy import CachePolicy

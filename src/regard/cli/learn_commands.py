@@ -33,7 +33,7 @@ FIELDS = (
 
 
 PAGES_HELP = (
-    "pipeline: the four steps, to change every number; weights: the weights as an image; "
+    "pipeline: the four steps, with every number editable; weights: the weights as an image; "
     "scaling: why scores are divided by √d; geometry: queries and keys as arrows; "
     "cost: count the multiplications; memory: the bytes that move; code: the program line by line; "
     "model: a small GPT that reads what you type."
@@ -98,7 +98,7 @@ def explore(
     parameters = inspect.signature(explorer).parameters
     unsupported = [key for key in inputs if key not in parameters and key != "value"]
     if unsupported or (inputs and "query" not in parameters):
-        accepted = ", ".join(parameters) if "query" in parameters else "no input but the built-in example"
+        accepted = ", ".join(parameters) if "query" in parameters else "only the built-in example"
         raise ArgumentError(
             "explore",
             received=f"{', '.join(unsupported)} for {name}",
@@ -215,7 +215,7 @@ def exercise(
 ) -> int:
     """Do the exercises of the book: list them, open one, check a file, or check the files of a class.
 
-    Called for the first time, "regard exercise 3" writes exercise-3.py with the task. Later calls check that file, and
+    The first call of "regard exercise 3" writes exercise-3.py with the task. Later calls check that file, and
     exit with 1 until it is right. A file runs in its own process with a time limit. This is not a sandbox.
     """
     printer = Printer(as_json, as_csv)

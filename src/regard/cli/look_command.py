@@ -54,7 +54,7 @@ def look(
         typer.Option(
             "--audio",
             metavar="FILE",
-            help="Run the model on sound, a WAV file; --text is then its transcript.",
+            help="Run the model on a WAV file; --text is then its transcript.",
         ),
     ] = None,
     generate: Annotated[
@@ -63,7 +63,7 @@ def look(
             "--generate",
             metavar="N",
             min=1,
-            help="Let the model generate up to N tokens, always the most probable one.",
+            help="Generate up to N tokens greedily: always the most probable token.",
         ),
     ] = None,
     output: Annotated[
@@ -172,7 +172,7 @@ def _run(
     if text is not None:
         warn_if_truncated(printer, text, options.max_tokens)
     if inputs.is_encoder_decoder and num_generated is None and inputs.decoder_ids.shape[1] == 1:
-        printer.warn("The decoder reads its start token only; --generate N lets it continue.")
+        printer.warn("The decoder reads only its start token; pass --generate N to continue.")
     from regard.lens.look_page import LookRun, run_inputs
 
     generated: GeneratedText | None = None

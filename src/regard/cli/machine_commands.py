@@ -304,7 +304,7 @@ def _explain_times(size: ProfileSize, facts: dict[str, Any], rows: list[dict[str
     elif "attn_mask" in sdpa["kernel"] and facts["visible_share"] < 1:
         notes.append(
             f"The mask leaves {facts['visible_share']:.1%} of the pairs visible. As a tensor it is read for every pair "
-            "and saves nothing; with regard's mask, empty blocks are skipped."
+            "and saves no time; with regard's mask, empty blocks are skipped."
         )
     ratio = lazy["median_seconds"] / sdpa["median_seconds"]
     if ratio < 0.8:
@@ -393,7 +393,7 @@ def selfcheck(
         typer.Option(
             "--device",
             metavar="DEVICE",
-            help="Device to check as well, e.g. cuda or mps; takes about two minutes.",
+            help="Also check this device, e.g. cuda or mps; takes about two minutes.",
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -432,7 +432,7 @@ def _print_report(printer: Printer, report: InstallationReport) -> None:
             f"{cases['count']} cases on {', '.join(cases['engines'])}: {cases['failed']} of {cases['checks']} checks "
             "failed; the largest error is ",
             (f"{cases['largest_share_of_allowed_error']:.2f}", NUMBER_STYLE),
-            f" of what is allowed ({cases['seconds']:.1f} s).",
+            f" of the allowed error ({cases['seconds']:.1f} s).",
         )
     )
     for failure in cases["failures"]:

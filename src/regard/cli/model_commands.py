@@ -238,7 +238,7 @@ def record_run(
     if not len(recording):
         raise NotCapturedError(
             "watch",
-            received=f"--layers {' '.join(layers or ())}, whose modules computed no attention",
+            received=f"--layers {' '.join(layers or ())}, which match no module that computes attention",
             expected="modules that compute attention",
             hint="Omit --layers: regard heads then lists the names of all attention layers.",
         )
@@ -280,7 +280,7 @@ def effects(
             "-a",
             metavar="TEXT",
             show_default=False,
-            help='What follows the text, usually with a space first: " mat". Its first token counts.',
+            help='Right continuation of the text, usually with a leading space: " mat". Only its first token is used.',
         ),
     ],
     wrong: Annotated[
@@ -315,7 +315,7 @@ def effects(
     """Measure how much an answer depends on each head of a model.
 
     The model runs without one head at a time. The table shows how much this changes the log-probability of the answer,
-    or with --wrong the difference of their logits.
+    or, with --wrong, the difference between the logits of the two answers.
     """
     printer = Printer(as_json)
     check_output(output, "effects", show)
@@ -351,7 +351,7 @@ def effects(
     printer.info(
         style_text(
             (model, "bold"), f": {table.metric} ", (f"{table.clean:.4g}", NUMBER_STYLE),
-            f" on {len(text):,} tokens; each of {len(table):,} heads by itself: {table.edit}",
+            f" on {len(text):,} tokens; one of {len(table):,} heads at a time: {table.edit}",
         )
     )  # fmt: skip
     columns = ["layer", "head", "metric", "effect"]

@@ -62,7 +62,7 @@ class TextOptions:
             "--layers",
             "-l",
             metavar="NAME",
-            help="Only modules of this name; * is a wildcard. Repeatable. Default: all.",
+            help="Only modules with this name; * is a wildcard. Repeatable. Default: all.",
         ),
     ] = None
     max_tokens: Annotated[
@@ -71,14 +71,14 @@ class TextOptions:
             "--max-tokens",
             metavar="N",
             min=1,
-            help="Truncate the text to N tokens. Default: the longest that the model reads.",
+            help="Truncate the text to N tokens. Default: as many as the model can read.",
         ),
     ] = None
     dtype: Annotated[
         WeightDtype | None,
         typer.Option(
             "--dtype",
-            help="Dtype of the weights; auto: as stored. Default: float32, or unchanged with module:function.",
+            help="Dtype of the weights; auto = as stored. Default: float32, or unchanged with module:function.",
         ),
     ] = None
     trust_remote_code: Annotated[bool, TRUST_OPTION] = False
@@ -111,14 +111,14 @@ RUN_OPTIONS: dict[str, Any] = {
     ),
     "timeout": typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for one document."),
     "max_bytes": typer.Option(
-        "--max-bytes", metavar="N", min=1, help="Skip and list documents with more bytes."
+        "--max-bytes", metavar="N", min=1, help="Skip documents with more bytes, and list them."
     ),
     "device": typer.Option(
         "--device",
         metavar="DEVICE",
-        help="Device to run on, e.g. cuda:0. Default: where the model is loaded, mostly the CPU.",
+        help="Device to run on, e.g. cuda:0. Default: where the model is loaded, usually the CPU.",
     ),
-    "dtype": typer.Option("--dtype", help="Dtype of the weights; auto: as stored."),
+    "dtype": typer.Option("--dtype", help="Dtype of the weights; auto = as stored."),
     "threads": typer.Option("--threads", metavar="N", min=1, help="Number of torch threads of each process."),
     "trust_remote_code": TRUST_OPTION,
 }

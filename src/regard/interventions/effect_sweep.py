@@ -343,7 +343,7 @@ class _Sweep:
             for text in run.describe_unapplied().values():
                 raise ArgumentError(
                     "effects",
-                    received=f"edits that do not apply completely: {text}",
+                    received=f"edits that do not fully apply: {text}",
                     expected="layers and positions that occur in the run",
                     hint="Positions count from 0, including padding; negative positions count from the end.",
                 )

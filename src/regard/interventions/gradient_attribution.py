@@ -240,7 +240,7 @@ def attribution(
         more = "" if len(incomplete) == 1 else f" (and {len(incomplete) - 1} more)"
         warnings.warn(
             f"attribution: the effects of {worst['module']!r}{more} are not complete within max_gap={max_gap:g}. After "
-            f"{worst['points']} points they add up to {worst['effect']:.4g}, and ablating the layer changes the metric "
+            f"{worst['points']} points they add up to {worst['effect']:.4g}, but ablating the layer changes the metric "
             f"by {worst['change']:.4g}. Pass more steps, or measure the heads with interventions.effects.",
             stacklevel=2,
         )

@@ -163,11 +163,11 @@ class _EditReach:
                 continue
             listed = ", ".join(map(repr, missing))
             if parameter == "layers":
-                text = f"no layer{'s' * (len(missing) > 1)} {listed}, of {len(numbers)} that ran: {', '.join(ran)}"
+                text = f"layer{'s' * (len(missing) > 1)} {listed} did not run; {len(numbers)} ran: {', '.join(ran)}"
             elif parameter in ("heads", "batch"):
-                text = f"no {parameter} {listed} in the layers that ran"
+                text = f"{parameter} {listed} not found in the layers that ran"
             else:
-                text = f"no {parameter} {listed} in a sequence of {self._length} tokens"
+                text = f"{parameter} {listed} are outside the sequence of {self._length} tokens"
             found.setdefault(i, []).append(text)
         return {i: "; ".join(texts) for i, texts in found.items()}
 
@@ -224,14 +224,14 @@ class Intervention(Watch):
             listed = [f"{self._bound[i].edit!r}: {text}." for i, text in unapplied.items()]
             more = [f"And {len(listed) - MAX_WARNED} more."] if len(listed) > MAX_WARNED else []
             warnings.warn(
-                f"intervene: {len(listed)} of {len(self._bound)} edits did not apply, or applied only partly. "
+                f"intervene: {len(listed)} of {len(self._bound)} edits did not fully apply. "
                 + " ".join(listed[:MAX_WARNED] + more),
                 stacklevel=2,
             )
 
     def describe_unapplied(self) -> dict[int, str]:
         """Describe the layers and positions of each edit that no call of the last block had, by number of the edit."""
-        where = " in this thread, only in others, to which it does not apply" if self._ran_elsewhere else ""
+        where = " in this thread; edits do not apply to other threads" if self._ran_elsewhere else ""
         return self._reach.describe(self._ran, where)
 
     @property
@@ -331,7 +331,7 @@ class Intervention(Watch):
         else:
             raise _build_refusal(
                 name,
-                "it multiplies the matrix of regard.attention by its value itself",
+                "the layer itself multiplies the matrix of regard.attention by its value",
                 "Edit its mask or scores instead (knockout, restrict, rescore), or use regard.nn.MultiheadAttention.",
             )
         for i in chosen:

@@ -173,7 +173,7 @@ def logit_attribution(
         target = float(subtract(trace.get(unembedding).output[batch % size]))
     total, magnitude = sum(rows.column("logit")), sum(abs(value) for value in rows.column("logit"))
     if not abs(total - target) <= find_tolerance(model) * max(magnitude, 1e-30):
-        _refuse(model, f"its parts add up to {total:.6g}, and the logit is {target:.6g}")
+        _refuse(model, f"its parts add up to {total:.6g}, but the logit is {target:.6g}")
     return LogitAttribution(target, rows)
 
 
@@ -363,7 +363,7 @@ def _split_blocks(model: nn.Module, trace: _StreamTrace, recording: Recording) -
         inside = {layer: projections[layer] for layer in recording if f"{layer}.".startswith(f"{name}.")}
         block = _split_block(model, trace, name, inside, tolerance)
         if blocks and not _are_close(block.input, blocks[-1].output, tolerance):
-            _refuse(model, f"{name!r} does not read what the block before it wrote")
+            _refuse(model, f"{name!r} does not read the output of the previous block")
         blocks.append(block)
     return blocks
 

@@ -141,7 +141,7 @@ class ScoreGrowth:
                 limit = self.factor * abs(start)
                 if is_rising and score > limit:
                     message = (
-                        f"the largest score rose from {start:.1f} to {score:.1f}, and in each of the last "
+                        f"the largest score rose from {start:.1f} to {score:.1f}, including each of the last "
                         f"{self.window} monitored steps"
                     )
                     yield _build("score growth", row, score, limit, message, hint)
@@ -176,8 +176,7 @@ class EntropyCollapse:
                     f"the mean entropy fell from {start:.3f} to {entropy:.3f} nats, with scores up to "
                     f"{row['max_score']:.1f}",
                     "Rows that attend to a single key pass little gradient to query and key: lower the learning rate, "
-                    "or "
-                    "limit the scores (QK-norm, QK-clip, softcap).",
+                    "or limit the scores (QK-norm, QK-clip, softcap).",
                 )
 
 
@@ -251,8 +250,8 @@ class NonFinite:
                     float(row["nonfinite"]),
                     0.0,
                     f"{row['nonfinite']:,} of {row['rows']:,} rows have NaN or inf",
-                    "This is the first such layer of the step, in execution order: its own weights or the layer before "
-                    "produced it.",
+                    "This is the first layer with NaN or inf, in execution order: its weights or the previous "
+                    "layer produced them.",
                 )
 
 

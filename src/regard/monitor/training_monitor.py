@@ -324,7 +324,7 @@ class Monitor:
             self.num_failed_logs += 1
             self._warn_once(
                 logger,
-                f"a target of `to` failed in step {step}, and training goes on without its numbers: "
+                f"a target of `to` failed in step {step}, and training continues without logging its numbers: "
                 f"{type(error).__name__}: {error}. It is called again in later steps; monitor.num_failed_logs "
                 "counts the failures, and monitor.history has all numbers.",
             )
@@ -335,15 +335,15 @@ class Monitor:
             self._warn_once(
                 "nothing",
                 f"nothing was measured in step {step}: no attention ran in Python inside a call of the model "
-                "or of one of its modules in training mode. Call modules rather than their methods, and run what "
-                "torch.compile has compiled in other steps only: (model if monitor.is_due else compiled)(inputs).",
+                "or of one of its modules in training mode. Call modules rather than their methods, and run "
+                "compiled code only in other steps: (model if monitor.is_due else compiled)(inputs).",
             )
         for row in rows:
             if math.isnan(row["max_score"]) and row["rows"] > row["nonfinite"]:
                 self._warn_once(
                     "scores",
-                    f"the scores of {row['module']!r} are not known, so its max_score is NaN, and no rule that needs "
-                    "scores can fire, nor QK-clip: it computes its own softmax, and exponentiates the scores itself, "
+                    f"the scores of {row['module']!r} are unknown, so its max_score is NaN, and neither rules "
+                    "about scores nor QK-clip work. The layer computes its own softmax: it exponentiates the scores, "
                     "subtracts the largest one before the softmax, or changes the weights after it. Call "
                     "F.scaled_dot_product_attention, or torch.softmax with the scores themselves.",
                 )

@@ -54,7 +54,7 @@ PAGE_MEASURES = {
     "window": "Number of latest keys that the head keeps; – if it keeps all.",
     "lost": "Share of the weight on evicted keys, among tokens that have some, measured without the policy.",
     "predicted": "The lost share that the survey predicts.",
-    "effect": "The head's part in the KL divergence, in nats per token; the parts add up. 0 if not measured.",
+    "effect": "The head's share of the KL divergence, in nats per token; shares add up. 0 if not measured.",
 }
 # The context length of the printed table, in tokens.
 PRINTED_LENGTH = 8192
@@ -664,12 +664,12 @@ class Verification:
     def verdict(self) -> str:
         """The result as a sentence."""
         if self.holds:
-            return f"The policy holds: KL {self.kl:.2g} nats per token, the bound is {self.bound:g}."
+            return f"The policy holds: KL {self.kl:.2g} nats per token is within the bound of {self.bound:g}."
         lost = ", ".join(f"{test['test']} over {test['length']:,} tokens" for test in self.failed_tests)
         if self.kl <= self.bound:
-            return f"The policy fails: it loses {lost}, though KL {self.kl:.2g} is within {self.bound:g}."
-        also = f", and it loses {lost}" if lost else ""
-        return f"The policy fails: KL {self.kl:.2g} nats per token exceeds {self.bound:g}{also}."
+            return f"The policy fails: the model no longer passes {lost}. KL {self.kl:.2g} is within {self.bound:g}."
+        also = f", and the model no longer passes {lost}" if lost else ""
+        return f"The policy fails: KL {self.kl:.2g} nats per token exceeds the bound of {self.bound:g}{also}."
 
     @cached_property
     def effects(self) -> Array:
@@ -820,7 +820,7 @@ class Verification:
             off = f"{100 * self.prediction_error:+.1f} % off"
             facts.append(("lost weight", f"the prediction of the survey is {off}"))
         for test in self.tests:
-            result = f"{test['policy']:.0%} with it" if test["able"] else "which is too little to count"
+            result = f"{test['policy']:.0%} with it" if test["able"] else "too rarely to count"
             value = f"{test['plain']:.0%} right without the policy, {result}"
             facts.append((f"{test['test']}, {test['length']:,} tokens", value))
         return facts

@@ -45,7 +45,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--mask", choices=("keep", "drop", "additive"), help="meaning of True in a mask, or 0 and −inf"
     )
     parser.add_argument(
-        "--causal", choices=("upper_left", "lower_right"), help="corner of its causal triangle"
+        "--causal", choices=("upper_left", "lower_right"), help="alignment of its causal mask"
     )
     parser.add_argument("--library", choices=("numpy", "torch", "jax"), help="library of its arrays")
     parser.add_argument("--device", help="device of torch tensors, e.g. cuda:0")
@@ -57,7 +57,10 @@ def _build_parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}-argument", help=f"name of its argument for the {option}")
     parser.add_argument(
-        "--grouped", action="store_true", default=None, help="it accepts fewer key heads than query heads"
+        "--grouped",
+        action="store_true",
+        default=None,
+        help="the function accepts fewer key heads than query heads",
     )
     parser.add_argument(
         "--returns",
@@ -66,7 +69,10 @@ def _build_parser() -> argparse.ArgumentParser:
         help='order of the pair it returns: "output, weights" or "weights, output"',
     )
     parser.add_argument(
-        "--unsupported", nargs="+", metavar="CAPABILITY", help="rows of the table that it does not support"
+        "--unsupported",
+        nargs="+",
+        metavar="CAPABILITY",
+        help="rows of the report that the function does not support",
     )
     parser.add_argument("--size", choices=SIZES, default="quick", help="number of calls (default: quick)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -112,7 +112,7 @@ def test_an_encoder_decoder_model_shows_all_three_kinds(look):
         "decoder.block.0.layer.1.EncDecAttention",
     }
     record, err, _ = look("t5", "--text", "the cat")
-    assert "The decoder reads its start token only; --generate N" in err and record["tokens"] == 1
+    assert "The decoder reads only its start token; pass --generate N" in err and record["tokens"] == 1
 
 
 # -- Sound --------------------------------------------------------------------------------------------------

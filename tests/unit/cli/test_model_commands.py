@@ -152,7 +152,7 @@ def test_doctor_prints_the_findings(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 def test_layers_without_attention_are_an_error(run, command, options):
     out, err = run(command, INDUCTION, "-t", LINE, "--layers", "norm*", *options, code=2)
-    assert out == "" and "--layers norm*, whose modules computed no attention" in err
+    assert out == "" and "--layers norm*, which match no module that computes attention" in err
 
 
 def test_a_truncated_text_is_reported(run, tmp_path):

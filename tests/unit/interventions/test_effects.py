@@ -379,8 +379,8 @@ def test_layers_and_positions_that_do_not_exist_are_refused(batch_size):
         ({"layers": [0, 2]}, r"layers with 2, .*2 attention layers; expected numbers from 0 to 1"),
         ({"layers": "model.layers.1.mlp"}, r"layers with 'model.layers.1.mlp'"),
         ({"edits": [ablate(0), ablate(7)]}, r"layers with 7"),
-        ({"queries": 11}, r"no queries 11 in a sequence of 11 tokens"),
-        ({"edits": [knockout(0, keys=[1, 40]), ablate(1)]}, r"no keys 40 in a sequence of 11 tokens"),
+        ({"queries": 11}, r"queries 11 are outside the sequence of 11 tokens"),
+        ({"edits": [knockout(0, keys=[1, 40]), ablate(1)]}, r"keys 40 are outside the sequence of 11 tokens"),
     ):
         with pytest.raises(regard.ArgumentError, match=message):
             effects(model, inputs, METRIC, batch_size=batch_size, **options)

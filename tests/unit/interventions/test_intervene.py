@@ -196,7 +196,7 @@ def test_edits_that_touch_nothing_leave_outputs_bit_equal(model, x, edit):
 
 @pytest.mark.parametrize("edit", [knockout(0, queries=40, keys=0), ablate(0, queries=20)])
 def test_positions_that_no_token_has_leave_outputs_bit_equal(model, x, edit):
-    with pytest.warns(UserWarning, match="no queries"):
+    with pytest.warns(UserWarning, match="outside the sequence"):
         edited, intervention = run(model, x, edit)
     assert torch.equal(edited, model(x))
     assert len(intervention.applied) == 1
@@ -594,15 +594,21 @@ def test_parts_of_an_edited_layer_that_are_named_attention(x):
 @pytest.mark.parametrize(
     "edits, message",
     [
-        ([ablate(99)], r"1 of 1 edits .*ablate\(layers=99.*no layer 99, of 3 that ran: 0 '0', 1 '1', 2 '2'"),
-        ([ablate([0, 99, 3])], r"no layers 99, 3, of 3 that ran"),
-        ([ablate(0), ablate("2.q")], r"1 of 2 edits .*no layer '2.q', of 3 that ran"),
-        ([knockout(1, queries=99, keys=0)], r"no queries 99 in a sequence of 7 tokens"),
-        ([knockout(1, queries=-8, keys=0)], r"no queries -8 in a sequence of 7 tokens"),
-        ([knockout(1, queries=[3, 7], keys=[-9, 2])], r"no queries 7 .*no keys -9 in a sequence of 7 tokens"),
-        ([ablate(1, heads=slice(9, 12))], r"no heads slice\(9, 12, None\) in the layers that ran"),
-        ([ablate(1, batch=slice(5, 9))], r"no batch slice\(5, 9, None\) in the layers that ran"),
-        ([ablate(1, queries=slice(7, 9))], r"no queries slice\(7, 9, None\) in a sequence of 7 tokens"),
+        ([ablate(99)], r"1 of 1 edits .*ablate\(layers=99.*layer 99 did not run; 3 ran: 0 '0', 1 '1', 2 '2'"),
+        ([ablate([0, 99, 3])], r"layers 99, 3 did not run; 3 ran"),
+        ([ablate(0), ablate("2.q")], r"1 of 2 edits .*layer '2.q' did not run; 3 ran"),
+        ([knockout(1, queries=99, keys=0)], r"queries 99 are outside the sequence of 7 tokens"),
+        ([knockout(1, queries=-8, keys=0)], r"queries -8 are outside the sequence of 7 tokens"),
+        (
+            [knockout(1, queries=[3, 7], keys=[-9, 2])],
+            r"queries 7 .*keys -9 are outside the sequence of 7 tokens",
+        ),
+        ([ablate(1, heads=slice(9, 12))], r"heads slice\(9, 12, None\) not found in the layers that ran"),
+        ([ablate(1, batch=slice(5, 9))], r"batch slice\(5, 9, None\) not found in the layers that ran"),
+        (
+            [ablate(1, queries=slice(7, 9))],
+            r"queries slice\(7, 9, None\) are outside the sequence of 7 tokens",
+        ),
     ],
 )
 def test_edits_that_never_apply_are_reported_when_the_block_ends(model, x, edits, message):
@@ -771,7 +777,7 @@ def test_other_threads_run_the_model_without_the_edits(model, x):
     assert torch.equal(found["thread"], plain) and torch.equal(found["copy of the context"], edited)
     assert len(recording.calls("1")) == 3 and len(intervention.recording.calls("1")) == 2
     around = nn.Sequential(model)
-    warned = pytest.warns(UserWarning, match="ran in this thread, only in others, to which it does not apply")
+    warned = pytest.warns(UserWarning, match="ran in this thread; edits do not apply to other threads")
     with warned, regard.intervene(around, ablate(1)):
         start(around, x)
 

@@ -177,7 +177,7 @@ def test_the_layout_is_found_by_default():
     report = check_conformance(plain, unsupported=("large scores",))
     assert (report.convention.layout, report.convention.mask_argument) == ("n d", None)
     assert report.ok, str(report)
-    assert report["boolean mask"].reason == "it takes no mask"
+    assert report["boolean mask"].reason == "no mask argument"
 
 
 def test_options_are_read_from_the_signature():
@@ -307,7 +307,7 @@ def test_a_fault_without_a_name_is_one_finding():
     (finding,) = check_conformance(
         lambda query, key, value: right(query, key, value)[0] + 1, layout="n d"
     ).findings
-    assert finding.message.startswith("It differs from the definition in every call")
+    assert finding.message.startswith("The result differs from the definition in every call")
 
     def long(query, key, value, mask=None):
         output, _ = right(query, key, value, mask)
@@ -335,9 +335,7 @@ def test_a_function_that_raises_is_one_finding():
     ],
 )
 def test_a_wrong_output_shape_is_one_finding(returned, message):
-    report = check_conformance(
-        lambda q, k, v: returned(q), layout="b h n d", unsupported=["no query, key or batch"]
-    )
+    report = check_conformance(lambda q, k, v: returned(q), layout="b h n d", unsupported=["empty inputs"])
     (finding,) = report.findings
     assert message in finding.message
 
@@ -372,10 +370,10 @@ def test_an_unsupported_capability_is_no_finding():
         return right(query, key, value, mask)[0]
 
     (finding,) = check_conformance(one_query, layout="n d").findings
-    assert finding.message == "For no query, key or batch: raises ValueError: no"
+    assert finding.message == "For empty inputs: raises ValueError: no"
     report = check_conformance(one_query, layout="n d", unsupported=finding.evidence["capabilities"])
     assert report.ok
-    assert report["no query, key or batch"].reason == "declared unsupported"
+    assert report["empty inputs"].reason == "declared unsupported"
 
 
 def test_the_smallest_input_is_small_and_shows_the_fault():
@@ -447,7 +445,7 @@ def test_a_failed_test_of_the_full_size_names_its_cause():
         output = regard.attention(query, key) @ value
         return output if query.shape in known else output + 1
 
-    with pytest.raises(AssertionError, match="It differs from the definition"):
+    with pytest.raises(AssertionError, match="The result differs from the definition"):
         test.check(attend)
 
 

@@ -75,7 +75,7 @@ def in_half(query, key, value, mask=None):
     return (exponentials / exponentials.sum(-1, keepdim=True)) @ value
 
 
-NO_NAN = ("empty rows", "masked NaN or inf in value", "no query, key or batch")
+NO_NAN = ("empty rows", "masked NaN or inf in value", "empty inputs")
 NO_GRADIENTS = ("gradients", "gradients, causal", "gradients, empty rows", "gradients, masked NaN")
 ODD_VALUES = ("live inf", "masked NaN or inf in value")
 BROKEN_ON_TENSORS = {

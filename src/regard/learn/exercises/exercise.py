@@ -238,7 +238,7 @@ class AttentionFunctionAnswer(AnswerType):
         # Loops naturally return lists. Sizes of zero and half precision are not part of the exercise.
         return check_conformance(
             _convert_lists(value), layout=self.layout, mask_argument="mask", dtypes=("float64",),
-            heads_argument="num_heads" if self.heads else None, unsupported=("no query, key or batch",),
+            heads_argument="num_heads" if self.heads else None, unsupported=("empty inputs",),
         )  # fmt: skip
 
     def matches(self, answer: Any, expected: Any) -> bool:

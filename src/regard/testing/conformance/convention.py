@@ -283,16 +283,16 @@ class CallingConvention:
         is_square = sizes["q_len"] == sizes["kv_len"]
         library = self.array_library
         obstacles = {
-            "the layout has no batch": sizes["batch"] != 1 and "b" not in self.axes,
-            "the layout has no heads": sizes["heads"] != 1 and "h" not in self.axes,
-            "it takes no mask": call.mask is not None and (self.mask is None or self.mask_argument is None),
-            "it takes no causal argument": call.causal is not None and self.causal_argument is None,
-            "its causal corner is not described": call.causal is not None
+            "the layout has no batch axis": sizes["batch"] != 1 and "b" not in self.axes,
+            "the layout has no heads axis": sizes["heads"] != 1 and "h" not in self.axes,
+            "no mask argument": call.mask is not None and (self.mask is None or self.mask_argument is None),
+            "no causal argument": call.causal is not None and self.causal_argument is None,
+            "causal alignment not described": call.causal is not None
             and not is_square
             and self.causal is None,
-            "it takes no scale": call.scale is not None and self.scale_argument is None,
+            "no scale argument": call.scale is not None and self.scale_argument is None,
             "grouped heads are not described": sizes["heads"] != sizes["kv_heads"] and not self.grouped,
-            f"it does not support {call.dtype}": call.dtype not in (self.dtypes or library.dtypes),
+            f"{call.dtype} is not supported": call.dtype not in (self.dtypes or library.dtypes),
             f"{self.library} has no gradients": gradients and not library.has_gradients,
             f"{self.library} has no negative strides": call.memory == "reversed" and self.library != "numpy",
             "jax has no strides": call.memory != "contiguous" and self.library == "jax",

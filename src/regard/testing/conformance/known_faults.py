@@ -211,14 +211,14 @@ FAULTS: tuple[Fault, ...] = (
         "Multiply by 1/√head_dim.", scale=replace_default_scale(lambda call: call.sizes["head_dim"] ** 0.5),
     ),
     _fault(
-        "scale twice", "The scale is applied twice.", "Scale only one of scores, query and key.",
+        "scale twice", "The scale is applied twice.", "Scale only the scores, or only the query, or only the key.",
         {"scale": lambda call: resolve_scale(call) ** 2},
         {"scale": lambda call: resolve_scale(call) * call.sizes["head_dim"] ** -0.5},
         {"scale": lambda call: (1 if call.scale is None else call.scale) * call.sizes["head_dim"] ** -0.5},
     ),
     _fault(
-        "scale of another axis", "The scale comes from another axis than head_dim.",
-        "Use the last axis of query: 1/√head_dim of one head, independent of value_dim, heads and lengths.",
+        "scale of another axis", "The scale is computed from a different axis than head_dim.",
+        "Use 1/√head_dim, the last axis of the query; value_dim, heads and lengths do not matter.",
         *(
             {"scale": replace_default_scale(scale)}
             for scale in (
@@ -274,7 +274,7 @@ FAULTS: tuple[Fault, ...] = (
         mask=change_mask(lambda mask: mask[..., :1, :]),
     ),
     _fault(
-        "masked scores 0", "Masked scores are 0, not −inf, and so keep weight.",
+        "masked scores 0", "Masked scores are 0 instead of −inf, so masked keys keep weight.",
         "Set masked scores to −inf before the softmax; exp(0) is 1.",
         mask_scores=lambda scores, allowed: (np.where(allowed, scores, 0), np.ones_like(scores, bool)),
     ),
@@ -285,7 +285,7 @@ FAULTS: tuple[Fault, ...] = (
         mask_scores=lambda scores, allowed: (scores + allowed, np.ones_like(scores, bool)),
     ),
     _fault(
-        "masked weights not renormalised", "The mask is applied after the softmax, and rows no longer sum to 1.",
+        "masked weights not renormalised", "The mask is applied after the softmax, so rows no longer sum to 1.",
         "Mask the scores before the softmax.",
         mask_scores=lambda scores, allowed: (scores, np.ones_like(scores, bool)),
         after_softmax=lambda call, weights, live, allowed: (np.where(allowed, weights, 0), allowed),
@@ -311,11 +311,11 @@ FAULTS: tuple[Fault, ...] = (
         "Attend if kv_idx ≤ q_idx: the diagonal is visible.", causal=if_causal(shift_diagonal(-1)),
     ),
     _fault(
-        "causal sees the future", "Causal masks the past and shows the future.", "Attend if kv_idx ≤ q_idx.",
+        "causal sees the future", "Causal masks earlier keys and attends to later ones.", "Attend if kv_idx ≤ q_idx.",
         causal=if_causal(show_future),
     ),
     _fault(
-        "causal always", "Causal is applied to calls that are not causal.", "Mask the keys after the query on request.",
+        "causal always", "Causal is applied to calls that are not causal.", "Mask later keys only in causal calls.",
         *({"causal": always_causal(align)} for align in ("lower_right", "upper_left")),
     ),
     _fault(
@@ -346,13 +346,13 @@ FAULTS: tuple[Fault, ...] = (
         "Multiply the scores by log2(e) before exp2.", exponential=np.exp2,
     ),
     _fault(
-        "no shift", "Large scores overflow: nothing is subtracted before the exponential.",
+        "no shift", "Large scores overflow: the maximum is not subtracted before the exponential.",
         "Subtract the row's largest score first.", {"shift": skip_shift},
         {"shift": skip_shift, "denominator": replace_zero_by_nan},
     ),
     _fault(
-        "one more in the denominator", "The denominator of the softmax has one term too many.",
-        "Sum over the existing keys only; an attention sink is another function.",
+        "one more in the denominator", "The denominator of the softmax has an extra term.",
+        "Sum over the existing keys only; an attention sink is a different function.",
         denominator=count_extra_keys(lambda kv_len: 1),
     ),
     _fault(
@@ -366,7 +366,7 @@ FAULTS: tuple[Fault, ...] = (
         *({"mask": keep_whole_blocks(tile)} for tile in TILES),
     ),
     _fault(
-        "half precision", "Half precision inputs are computed in half precision.",
+        "half precision", "Scores and sums of half-precision inputs are computed in half precision.",
         "Keep scores and sums in float32.", half_precision=True,
     ),
     # -- Empty rows and NaN --
@@ -386,8 +386,8 @@ FAULTS: tuple[Fault, ...] = (
         mask_scores=lambda scores, allowed: (scores + np.where(allowed, 0, -np.inf), allowed),
     ),
     _fault(
-        "masked value leaks", "A masked NaN leaks from the value: it is multiplied by a weight of 0.",
-        "0 · NaN is NaN: write 0 into values that no query attends to, and sum only over unmasked entries.",
+        "masked value leaks", "A masked NaN leaks from the value: 0 · NaN is NaN.",
+        "Write 0 into values that no query attends to, and sum only over unmasked entries.",
         {"combine": lambda weights, live, value: weights @ value},
     ),
     _fault(
@@ -399,8 +399,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     # -- Heads, batch, and the order of arguments --
     _fault(
-        "heads mixed", "Heads are mixed: memory is reshaped where axes should be transposed.",
-        "Split and join heads by a reshape of the packed axis, and move them by a transpose.",
+        "heads mixed", "Heads are mixed: axes are reshaped instead of transposed.",
+        "Split and merge heads by reshaping the packed axis, and move the axis with a transpose.",
         {"arrange": apply_to_each(read_as_heads_first)},
         {"arrange": apply_to_each(read_as_heads_first), "finish": read_as_positions_first},
         {"arrange": apply_to_each(read_as_positions_first)},
@@ -417,7 +417,7 @@ FAULTS: tuple[Fault, ...] = (
         {"finish": split_heads_last},
     ),
     _fault(
-        "heads reversed", "Heads are joined in reverse order.", "Head 0 comes first in the packed axis.",
+        "heads reversed", "Heads are joined in reverse order.", "Put head 0 first in the packed axis.",
         {"finish": lambda output: output[:, ::-1]},
         {"arrange": apply_to_each(lambda array: array[:, ::-1])},
     ),
@@ -430,7 +430,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     _fault(
         "groups tiled", "Grouped heads are tiled: head h reads key head h mod kv_heads.",
-        "Repeat each key head in a row (repeat_interleave, np.repeat), not the whole (repeat, np.tile).",
+        "Repeat each key head (repeat_interleave, np.repeat), not the whole array (repeat, np.tile).",
         repeat_heads=tile_kv_heads,
     ),
     _fault(
@@ -466,7 +466,7 @@ FAULTS: tuple[Fault, ...] = (
         backward_scale=lambda call: 1.0,
     ),
     _fault(
-        "gradient not centred", "The gradient of the softmax lacks its sum.",
+        "gradient not centred", "The gradient of the softmax lacks the subtracted sum.",
         "Compute weights · (gradient − Σ weights · gradient), with the sum over keys.", backward_centre=False,
     ),
     _fault(
@@ -476,14 +476,14 @@ FAULTS: tuple[Fault, ...] = (
     *(
         _fault(
             f"gradient of {name} stopped", f"No gradient reaches {name}.",
-            f"Do not detach {name}, or what is computed from it.",
+            f"Do not detach {name}, or anything computed from it.",
             backward_reaches=tuple(other for other in ("query", "key", "value") if other != name),
         )
         for name in ("query", "key", "value")
     ),
     _fault(
         "gradient NaN of empty rows", "Gradients are NaN in empty rows.",
-        "Use `where` before the exponential as well as after it: it stops a value, not its gradient.",
+        "Use `where` both before and after the exponential: it blocks the value, but not its gradient.",
         backward_empty=np.nan,
     ),
     _fault(

@@ -70,7 +70,7 @@ class ProbeCall:
             NOT_FINITE: not all(np.isfinite(x).all() for x in arrays),
             LARGE: any((np.abs(x) > LARGEST_ORDINARY).any() for x in arrays),
             f"{call.memory} memory": call.memory != "contiguous",
-            "no query, key or batch": 0 in sizes.values(),
+            "empty inputs": 0 in sizes.values(),
             "empty rows": not call.build_mask().any(-1).all(),
             "value_dim ≠ head_dim": sizes["value_dim"] != sizes["head_dim"],
             "a scale of 0 or below": call.scale is not None and call.scale <= 0,
@@ -117,9 +117,9 @@ def _list_probes(align: Align | None, size: str) -> Iterator[tuple[str, str, dic
     yield "q_len ≠ kv_len", "4 × 7, heads and batch", longer
     yield "one query or key", "one query", {"q_len": 1, "kv_len": 7}
     yield "one query or key", "one key", {"q_len": 7, "kv_len": 1}
-    yield "no query, key or batch", "q_len 0", {"q_len": 0}
-    yield "no query, key or batch", "kv_len 0", {"kv_len": 0}
-    yield "no query, key or batch", "batch 0", {"batch": 0, "heads": 2}
+    yield "empty inputs", "q_len 0", {"q_len": 0}
+    yield "empty inputs", "kv_len 0", {"kv_len": 0}
+    yield "empty inputs", "batch 0", {"batch": 0, "heads": 2}
     yield "value_dim ≠ head_dim", "value_dim 3", {"head_dim": 4, "value_dim": 3}
     yield "value_dim ≠ head_dim", "value_dim 5, heads and batch", {**longer, "value_dim": 5}
     yield "grouped heads", "6 heads on 2", {"heads": 6, "kv_heads": 2}

@@ -315,7 +315,10 @@ def find_causes(run: Run, causal: Align | None, outcomes: Sequence[ProbeOutcome]
     findings: list[Finding] = []
     changed = [o for o in outcomes if _has_changed_inputs(o)]
     if changed:
-        message, hint = "The arguments are changed in place.", "Work on a copy: the caller still needs them."
+        message, hint = (
+            "The arguments are changed in place.",
+            "Work on a copy, because the caller still needs them.",
+        )
         findings.append(_build_finding("arguments changed", message, hint, changed, run, _has_changed_inputs))
         # Expanded arrays cannot be written to, so their failures have the same cause.
         outcomes = [o for o in outcomes if o.probe.call.memory != "expanded"]
@@ -364,7 +367,7 @@ def _detect_nondeterminism(run: Run, outcomes: Sequence[ProbeOutcome]) -> Findin
         return None
     return _build_finding(
         "nondeterministic", "Repeated calls return different results: dropout or another random step is active.",
-        "Switch dropout off unless training.", varying, run, varies,
+        "Disable dropout outside training.", varying, run, varies,
     )  # fmt: skip
 
 
@@ -387,7 +390,7 @@ def _describe_failures(failed: list[ProbeOutcome], num_calls: int, run: Run) -> 
             group, run, shows,
             f"If the function does not support it, declare it: unsupported={names!r}."
             if len(names) <= 4
-            else "Check the description of the function: its layout, library, and the names of its arguments.",
+            else "Check how the function is described: layout, library, and names of arguments.",
         )  # fmt: skip
 
 
@@ -419,10 +422,12 @@ def _describe_unexplained(
         by = f", by up to {error:.2g}" if np.isfinite(error) else ""
         hint = "Compare the actual and expected results of the smallest input below."
         if error < SMALL_ERROR and any(o.has_other_nan for o in typical):
-            by = ", with NaN or inf in other places"
+            by = ", with NaN or inf in different places"
         elif error < SMALL_ERROR:
-            hint += " The error is small: compute in the dtype of the arguments, and add nothing to the denominator."
-        message = f"It differs from the definition {where}{by}, in a way the kit has no name for."
+            hint += " The error is small: compute in the dtype of the arguments, and add no epsilon to the denominator."
+        message = (
+            f"The result differs from the definition {where}{by}. This fault is not among the known ones."
+        )
         yield _build_finding("unknown", message, hint, group, run, shows)
         unexplained = [o for o in unexplained if not any(o is explained for explained in group)]
 
@@ -615,7 +620,7 @@ def check_conformance(
     ...         scores = np.where(mask, scores, -np.inf)
     ...     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     ...     return weights / weights.sum(axis=-1, keepdims=True) @ V
-    >>> for finding in check_conformance(attention, unsupported=["no query, key or batch"]).findings:
+    >>> for finding in check_conformance(attention, unsupported=["empty inputs"]).findings:
     ...     print(finding.message)
     The scale is missing.
     Empty rows are NaN.
