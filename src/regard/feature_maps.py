@@ -108,7 +108,7 @@ def random_features(count: int = 256, seed: int = 0) -> RandomFeatures:
         The feature map.
 
     Raises:
-        ArgumentError: If `count` or `seed` is not a whole number in its range.
+        ArgumentError: If `count` or `seed` is not an integer in its range.
 
     >>> rng = np.random.default_rng(0)
     >>> query, key = rng.normal(size=(2, 64, 16)) / 2
@@ -123,7 +123,7 @@ def random_features(count: int = 256, seed: int = 0) -> RandomFeatures:
     4096 features: 0.013 of a row misplaced
     """
     check_count(count, 1, 1 << 20, "random_features", "count", "", "256 features are a good start.")
-    check_count(seed, 0, (1 << 63) - 1, "random_features", "seed", "", "Any whole number will do: 0.")
+    check_count(seed, 0, (1 << 63) - 1, "random_features", "seed", "", "For example seed=0.")
     return RandomFeatures(int(count), int(seed))
 
 

@@ -38,7 +38,7 @@ def as_array(argument: Any, operation: str, name: str) -> Array:
 def check_count(
     count: Any, least: int, most: int | None, operation: str, name: str, suffix: str, hint: str
 ) -> int:
-    """Validate a whole number from `least` to `most`, or without an upper limit; `suffix` ends the received text."""
+    """Validate an integer from `least` to `most`, or without an upper limit; `suffix` ends the received text."""
     is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
     if is_int and count >= least and (most is None or count <= most):
         return int(count)
@@ -47,7 +47,7 @@ def check_count(
     raise ArgumentError(
         operation,
         received=f"{name}={count!r}{suffix}",
-        expected="a non-empty matrix" if is_empty else f"{name} {limits}, a whole number",
+        expected="a non-empty matrix" if is_empty else f"{name} {limits}, an integer",
         hint=hint,
     )
 

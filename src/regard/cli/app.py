@@ -63,7 +63,7 @@ COMMANDS: dict[Callable[..., int], tuple[str, str]] = {
         "Measure the heads of a model over a corpus.",
         "regard survey ./model 'texts/*.txt' -o results",
     ),
-    report: ("Write the page of a survey.", "regard report results -o report.html"),
+    report: ("Write a page about a survey.", "regard report results -o report.html"),
     explain: (
         "Explain the attention of one query step by step.",
         "regard explain --query sat --causal",
@@ -102,7 +102,7 @@ See what every attention head of a model does.
   Learn attention        regard explore model --open
 
 MODEL is a folder, a name on the Hugging Face Hub, module:function (a function
-that returns a model), or stories, the small trained model inside regard.
+that returns a model), or stories, the small trained model that comes with regard.
 
 All commands: regard --help
 One command:  regard look --help

@@ -79,7 +79,7 @@ def survey(
         typer.Argument(
             metavar="CORPUS",
             show_default=False,
-            help="A file, directory or pattern of text files, JSON lines or Parquet.",
+            help="A file, directory or glob pattern: text files, JSON lines or Parquet.",
         ),
     ],
     output: Annotated[
@@ -99,7 +99,7 @@ def survey(
             "--measures",
             metavar="NAMES",
             help="Some of these, separated by commas: entropy; distance; first, the weight on the first token; "
-            "heavy, on the tokens that receive most; copies, on earlier copies of a token. Default: all.",
+            "heavy, on the tokens that receive the most; copies, on earlier copies of a token. Default: all.",
         ),
     ] = None,
     prompt_field: Annotated[
@@ -107,7 +107,7 @@ def survey(
         typer.Option(
             "--prompt-field",
             metavar="NAME",
-            help="Field or column with the prompt of each text; adds the weight on the prompt.",
+            help="Field or column that holds the prompt; adds a measure of the weight on the prompt.",
         ),
     ] = None,
     options: RunOptions,
@@ -176,7 +176,7 @@ def report(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", show_default=False, help="Directory that regard survey wrote, finished or not."
+            metavar="DIR", show_default=False, help="Directory written by regard survey, even if unfinished."
         ),
     ],
     output: Annotated[
@@ -185,7 +185,7 @@ def report(
     show: OpenOption = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Write the page of a survey: what each head does, which heads need a long context, and on which documents."""
+    """Write a page about a survey: what each head does, which heads need a long context, and on which documents."""
     printer = Printer(as_json)
     check_output(output, "report")
     from regard.survey import load as load_survey
@@ -343,7 +343,7 @@ def verify(
 ) -> int:
     """Run documents with and without a policy, and compare the predictions.
 
-    Exits with 1 if they differ by more than the bound, or if the model no longer passes a synthetic test.
+    The exit code is 1 if they differ by more than the bound, or if the model no longer passes a synthetic test.
     """
     printer = Printer(as_json)
     check_output(output, "policy verify", show)

@@ -216,7 +216,7 @@ def exercise(
     """Do the exercises of the book: list them, open one, check a file, or check the files of a class.
 
     The first call of "regard exercise 3" writes exercise-3.py with the task. Later calls check that file, and
-    exit with 1 until it is right. A file runs in its own process with a time limit. This is not a sandbox.
+    the exit code is 1 until it is correct. A file runs in its own process with a time limit. This is not a sandbox.
     """
     printer = Printer(as_json, as_csv)
     if folder is not None:

@@ -1,4 +1,4 @@
-"""`regard look`: run a model on a text, an image or sound, and write its attention as a page or a picture."""
+"""`regard look`: run a model on a text, an image or audio, and write its attention as a page or an image."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def look(
             "--generate",
             metavar="N",
             min=1,
-            help="Generate up to N tokens greedily: always the most probable token.",
+            help="Generate up to N tokens with greedy decoding.",
         ),
     ] = None,
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="File to write: a page (.html) or a picture (.png)."
+            "--output", "-o", metavar="FILE", help="File to write: a page (.html) or an image (.png)."
         ),
     ] = LOOK_PAGE,
     show: Annotated[
@@ -82,7 +82,7 @@ def look(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Write a page with every head of a model on a text, an image or sound: maps, measures and findings.
+    """Write a page with every head of a model, run on a text, an image or audio: maps, measures and findings.
 
     Without MODEL and text, the page shows a small trained model that comes with regard.
     """
@@ -98,7 +98,7 @@ def look(
         raise ArgumentError(
             "look",
             received=f"-o {str(output)!r}",
-            expected="a file name that ends in .html for a page, or in .png for a picture",
+            expected="a file name that ends in .html for a page, or in .png for an image",
             hint=f"Rename it: -o {output.with_suffix(PICTURE_SUFFIX)}.",
         )
     as_picture = output.suffix.lower() == PICTURE_SUFFIX
@@ -133,12 +133,12 @@ def _explain_demo(printer: Printer, run: LookRun) -> None:
 def _read_text(
     options: TextOptions, image: Path | None, audio: Path | None, num_generated: int | None
 ) -> str | None:
-    """Read the text; beside an image or sound there need not be one."""
+    """Read the text, which is optional if there is an image or audio."""
     has_text = options.text is not None or options.file is not None
     if not has_text and image is None and audio is None:
         raise ArgumentError(
             "look",
-            received="no text, image or sound",
+            received="no text, image or audio",
             expected="--text, --file, --image or --audio",
             hint='For a text: --text "…", --file FILE, or --file - for standard input.',
         )
@@ -146,7 +146,7 @@ def _read_text(
     if text is not None and audio is not None and num_generated is not None:
         raise ArgumentError(
             "look",
-            received="a transcript of the sound and --generate",
+            received="a transcript of the audio and --generate",
             expected="one of them",
             hint="Omit --text to let the model transcribe, or --generate to see how it reads this transcript.",
         )
@@ -256,7 +256,7 @@ def draw_heads(
     if not 1 <= num_heads <= MAX_HEADS:
         raise ArgumentError(
             "look",
-            received=f"a picture of {num_heads:,} heads",
+            received=f"an image of {num_heads:,} heads",
             expected=f"from 1 to {MAX_HEADS}",
             hint="Choose layers, e.g. --layers '*.0.*', or write a page: -o look.html.",
         )

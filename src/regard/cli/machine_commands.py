@@ -400,7 +400,7 @@ def selfcheck(
 ) -> int:
     """Check that regard computes the right numbers with the installed versions, on generated cases.
 
-    Exits with 1 if something is wrong. The report has versions and settings, but no paths or names: paste the
+    The exit code is 1 if something is wrong. The report has versions and settings, but no paths or names: paste the
     output of --json into an issue.
     """
     from regard.testing.installation import check_installation

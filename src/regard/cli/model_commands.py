@@ -38,7 +38,7 @@ SEVERITY_STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow"
 
 @dataclass(frozen=True)
 class ModelRun:
-    """A model after a run on a text under the lens; `record` is for --json."""
+    """A model after a recorded run on a text; `record` is for --json."""
 
     model: Any
     text: EncodedText
@@ -57,9 +57,9 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Find faults in the attention of a model: run it on a text, and on changed copies of the text.
+    """Find faults in the attention of a model: run it on a text and on modified copies of the text.
 
-    Each finding has a hint. Exits with 1 if one of them is an error.
+    Each finding has a hint. The exit code is 1 if any finding is an error.
     """
     printer = Printer(as_json)
     if causal and bidirectional:
@@ -157,7 +157,7 @@ def heads(
 def run_model(
     printer: Printer, model: str, options: TextOptions, command: str, *, values: bool = False
 ) -> ModelRun:
-    """Load the model, encode the text, and run the model on it under the lens, with values if requested."""
+    """Load the model, encode the text, and record a run of the model on it, with values if requested."""
     loaded, text = load_model(printer, model, options, command)
 
     def run_chunks(advance: Callable[[], None]) -> str:
@@ -214,7 +214,7 @@ def record_run(
     values: bool = False,
     accept_missed: bool = False,
 ) -> tuple[Recording, dict[str, Any]]:
-    """Run a model under the lens, print one line about it, and return the recording and the facts for --json.
+    """Record a run of a model, print one line about it, and return the recording and the facts for --json.
 
     `run` calls its argument after each step, and returns what the model ran on. The progress of a single step is the
     layers that have run.
@@ -300,7 +300,7 @@ def effects(
         typer.Option(
             "--keys",
             metavar="SPAN",
-            help="Keep the head, but hide keys from it: a token, a position or a range of them (3:8).",
+            help="Keep the head, but hide keys from it: a token, a position or a range of positions (3:8).",
         ),
     ] = None,
     top: Annotated[
@@ -405,7 +405,7 @@ def compare(
         typer.Argument(
             metavar="MODEL_A",
             show_default=False,
-            help=f"{MODEL_HELP} Or a file that recording.save wrote.",
+            help=f"{MODEL_HELP} Or a file written by recording.save.",
         ),
     ],
     other: Annotated[
@@ -420,7 +420,7 @@ def compare(
 ) -> int:
     """Run two models on a text, and find the first layer or module where they diverge, and why.
 
-    Exits with 1 if they diverge. Rounding differences are ignored.
+    The exit code is 1 if they diverge. Rounding differences are ignored.
     """
     printer = Printer(as_json)
     other_options = replace(options, dtype=other_dtype or options.dtype)

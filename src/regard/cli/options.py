@@ -37,7 +37,7 @@ MatrixFile = Annotated[
 ]
 MODEL_HELP = (
     "A folder, a name on the Hugging Face Hub, module:function (a function that returns a model), "
-    "or stories (the small trained model inside regard)."
+    "or stories (the small trained model that comes with regard)."
 )
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=MODEL_HELP)]
 TRUST_OPTION = typer.Option(
@@ -54,7 +54,9 @@ class TextOptions:
     ] = None
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", metavar="FILE", help="Read the text from a file; - is standard input."),
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Read the text from a file; - reads standard input."
+        ),
     ] = None
     layers: Annotated[
         list[str] | None,
@@ -71,7 +73,7 @@ class TextOptions:
             "--max-tokens",
             metavar="N",
             min=1,
-            help="Truncate the text to N tokens. Default: as many as the model can read.",
+            help="Truncate the text to N tokens. Default: the maximum length of the model.",
         ),
     ] = None
     dtype: Annotated[
@@ -111,7 +113,7 @@ RUN_OPTIONS: dict[str, Any] = {
     ),
     "timeout": typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Time limit for one document."),
     "max_bytes": typer.Option(
-        "--max-bytes", metavar="N", min=1, help="Skip documents with more bytes, and list them."
+        "--max-bytes", metavar="N", min=1, help="Skip documents larger than N bytes, and list them."
     ),
     "device": typer.Option(
         "--device",
@@ -119,7 +121,7 @@ RUN_OPTIONS: dict[str, Any] = {
         help="Device to run on, e.g. cuda:0. Default: where the model is loaded, usually the CPU.",
     ),
     "dtype": typer.Option("--dtype", help="Dtype of the weights; auto = as stored."),
-    "threads": typer.Option("--threads", metavar="N", min=1, help="Number of torch threads of each process."),
+    "threads": typer.Option("--threads", metavar="N", min=1, help="Number of torch threads per process."),
     "trust_remote_code": TRUST_OPTION,
 }
 

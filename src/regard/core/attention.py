@@ -115,7 +115,7 @@ def attention(
     tensors and nested lists are accepted; the leading axes of query and key broadcast.
 
     The matrix references query, key, mask, bias and sink without copying them. If a tensor is changed in place, later
-    results use its new values. Changes of NumPy arrays and of tensors from `torch.inference_mode()` cannot be detected:
+    results use its new values. Changes to NumPy arrays and to tensors from `torch.inference_mode()` cannot be detected:
     do not change them while the matrix is in use, or call `attention(…).copy()`.
 
     Args:
@@ -123,15 +123,15 @@ def attention(
         key: (…, kv_heads, kv_len, head_dim), or just (kv_len, head_dim).
         mask: Which keys each query may attend to (True = attend), such as `regard.causal()`. Default: all.
         score_mod: One or several score modifications, such as `regard.softcap(50)`.
-        scale: Factor of the products of query and key. Default: 1/√head_dim.
-        sink: An extra score in the softmax of every row that has no key: a number, or one for each head, (heads,).
+        scale: Factor that multiplies the products of query and key. Default: 1/√head_dim.
+        sink: An extra score without a key in the softmax of every row: a number, or one for each head, (heads,).
         enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
 
     Returns:
         The lazy matrix: (…, heads, q_len, kv_len). Nothing is computed yet.
 
     Raises:
-        ArgumentError: If shapes do not fit together, or `scale` is not a finite number.
+        ArgumentError: If shapes are incompatible, or `scale` is not a finite number.
         ArgumentTypeError: If an argument has the wrong type; arrays must hold real numbers.
 
     >>> A = attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])
@@ -193,7 +193,7 @@ def linear_attention(
         The lazy matrix: (…, heads, q_len, kv_len).
 
     Raises:
-        ArgumentError: If shapes do not fit together, or features are negative or have the wrong shape.
+        ArgumentError: If shapes are incompatible, or features are negative or have the wrong shape.
         ArgumentTypeError: If an argument has the wrong type; arrays must hold real numbers.
 
     >>> A = linear_attention([[1, 0], [0, 1]], [[1, 0], [1, 1], [0, 1]])

@@ -391,7 +391,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def _convert_to_dense(self, operation: str) -> Array:
         """Store the whole matrix for a conversion; refuse a large one, which may not be intended."""
-        hint = "Call A.to_dense() to store it all, A[rows] for some rows, or A.coarsen(512) for a picture."
+        hint = "Call A.to_dense() to store it all, A[rows] for some rows, or A.coarsen(512) for a heat map."
         check_result_size(self.nbytes, operation, f"a matrix of shape {self.shape}", hint)
         return self.to_dense()
 
@@ -575,7 +575,7 @@ class AttentionMatrix(Generic[ArrayT]):
         return self.measure(Received()).received
 
     def diagonal(self, offset: int = 0) -> ArrayT:
-        """Compute the weights of each query on the key at its own index: (…, heads, entries).
+        """Compute the weight of each query on the key at its own index plus `offset`: (…, heads, entries).
 
         The diagonal runs over the last two axes.
 
@@ -603,7 +603,7 @@ class AttentionMatrix(Generic[ArrayT]):
             A named tuple of `values` and `indices`, each (…, heads, q_len, k).
 
         Raises:
-            ArgumentError: If `k` is not a whole number from 1 to kv_len.
+            ArgumentError: If `k` is not an integer from 1 to kv_len.
         """
         top: TopKResult[ArrayT] = self.measure(top=TopK(k)).top
         return top
@@ -612,7 +612,7 @@ class AttentionMatrix(Generic[ArrayT]):
         """Reduce the matrix to a grid of cells: (…, heads, cells, cells).
 
         Args:
-            cells: Number of cells along each edge, or (rows, columns).
+            cells: Number of cells along each axis, or (rows, columns).
             reduce: Reduction of the weights in a cell, as in `plot.heatmap`.
 
         Raises:
@@ -799,7 +799,7 @@ class AttentionMatrix(Generic[ArrayT]):
     def explain(
         self, query: int, value: Array | None = None, tokens: Sequence[str] | None = None
     ) -> Explanation:
-        """Compute the four steps of one query with every number; `print` the result to read them.
+        """Explain the four steps of attention for one query, with every number; `print` the result to read them.
 
         The matrix must have one head. Select a head by index: `A[0, 3].explain(7)`.
 
@@ -857,7 +857,7 @@ class AttentionMatrix(Generic[ArrayT]):
         Raises:
             ArgumentError: If the matrix has several heads or is empty, the number of tokens is wrong, or the page
                 cannot compute a score modification.
-            TooLargeError: If the page would have to carry a bias of too many numbers.
+            TooLargeError: If the page would have to store a bias that is too large.
 
         >>> import numpy as np
         >>> import regard
@@ -996,7 +996,7 @@ class AttentionMatrix(Generic[ArrayT]):
             math.prod(block_shape) * int(self.dtype.itemsize),
             operation,
             f"an index with a result of shape {block_shape}",
-            "Select fewer rows, or call A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a picture, or "
+            "Select fewer rows, or call A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a heat map, or "
             "A.to_dense() to store the whole matrix.",
         )
         part = self._select(resolved)

@@ -458,6 +458,6 @@ def _token_names(tokens: Sequence[str] | None, count: int, argument: str, token_
             "page",
             received=f"{len(tokens)} {argument}",
             expected=f"{count}, one for each {token_of}",
-            hint="tokens label the keys. If the queries are other tokens, pass query_tokens.",
+            hint="tokens label the keys. If the queries are different tokens, also pass query_tokens.",
         )
     return [escape_unprintable(str(token)) for token in tokens]

@@ -161,7 +161,7 @@ class Product(BoundMeasure):
                 operation,
                 received=f"{name} of shape {tuple(array.shape[:-1] if is_vector else array.shape)}",
                 expected=f"(…, {axis} {length}, width) for a matrix of {matrix}",
-                hint=f"The second-to-last axis counts the {'queries' if transposed else 'keys'}.",
+                hint=f"The second-to-last axis must have one entry for each {'query' if transposed else 'key'}.",
             )
         if not transposed and spec.groups == 0 and array.ndim > 2 and array.shape[-3] > 1:
             raise ArgumentError(

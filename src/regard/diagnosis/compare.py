@@ -197,7 +197,7 @@ def compare(
     tokens_a: Any = None,
     tokens_b: Any = None,
 ) -> Comparison:
-    """Compare two runs: the first difference, its kind and likely cause, and a table of all attention layers.
+    """Compare two runs: find the first difference, its kind and likely cause, and list all attention layers.
 
     The runs may be of two models, a model and its port, two dtypes or library versions, or with and without a cache.
     `compare(model, port, inputs)` runs two models; recordings of runs are compared with `compare(recording_a,
@@ -213,10 +213,10 @@ def compare(
     - other: "output" (although everything before it agrees), "weights" (of a layer that computes its own softmax),
       "shape", "layers missing", "measures".
 
-    If the runs agree, the kind is "no difference" (bit for bit), "rounding", or "equivalent": queries and keys differ,
-    but not their scores. A difference counts as rounding if it is within twice the error rule's tolerance for the
-    less precise dtype, relative to the norm of the rows, plus twice the difference in the previous layer. Padding is
-    not compared.
+    If the runs agree, the kind is "no difference" (bit-identical), "rounding", or "equivalent": queries and keys
+    differ, but not their scores. A difference counts as rounding if it is within twice the error rule's tolerance for
+    the less precise dtype, relative to the norm of the rows, plus twice the difference in the previous layer. Padding
+    is not compared.
 
     After the first difference, later layers differ because of it (kind "inherited"), so only differences in settings
     are reported. Record with `watch(values=True)` to compare values, the output of the model, and its modules. Such a
@@ -224,11 +224,11 @@ def compare(
     torch's own `nn.MultiheadAttention` and `nn.Transformer…` layers are not recorded.
 
     Args:
-        a: The reference run, if one is known to be right: a recording, or a model.
+        a: The reference run, if one is known to be correct: a recording, or a model.
         b: The other run.
         inputs: Inputs of the models: a tensor, or a mapping with their keyword arguments.
         inputs_b: Inputs of model B, if it needs different inputs.
-        tokens_a: Tokens of run A, (n,) or (batch, n); rows from the first token that differs on are not compared.
+        tokens_a: Tokens of run A, (n,) or (batch, n); rows from the first differing token onwards are not compared.
         tokens_b: Tokens of run B.
 
     Returns:

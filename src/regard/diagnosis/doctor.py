@@ -64,15 +64,15 @@ def doctor(
     tokens: Any = None,
     recording: Recording | None = None,
 ) -> Findings:
-    """Diagnose the attention of a model by experiment: run it on changed inputs, and compare.
+    """Diagnose the attention of a model by experiment: run it on modified inputs and compare the outputs.
 
-    The model runs on the inputs under the lens, and `Recording.diagnose` checks the recording. If there is NaN or inf,
+    A run of the model on the inputs is recorded, and `Recording.diagnose` checks the recording. If there is NaN or inf,
     only the module where it began is reported. Otherwise the model runs at most 60 more times on short sequences of the
     same tokens: unchanged, with another last token, with two tokens swapped, padded on either side, with shifted
-    positions, in pieces with a cache, padded and with a cache, in float32, and with one token everywhere to measure
-    rotary positions. Queries, keys and outputs are compared with the linear layers around them. If outputs differ that
-    should be equal, the first module that differs is named. No reference model is needed, because every correct model
-    passes these checks.
+    positions, in pieces with a cache, padded and with a cache, in float32, and with the same token at every position to
+    measure rotary embeddings. Queries, keys and outputs are compared with the linear layers around them. If outputs
+    that should be equal differ, the first module that differs is named. No reference model is needed, because every
+    correct model passes these checks.
 
     The result lists the experiments that ran, and gives the reason for those that did not. An experiment runs if
     `forward` of the model has the parameters it needs: `attention_mask`, `position_ids`, `past_key_values` and
@@ -83,17 +83,18 @@ def doctor(
         model: The model. It runs in eval mode without gradients; its state is restored afterwards.
         inputs: Token ids, (batch, n), or a mapping with the keyword arguments of the model, such as the output of a
             tokenizer.
-        causal: True if no token may attend to later tokens, False if any may. By default, it is inferred from the masks
-            of most layers, or because the model returns a cache; `scope` of the findings says so.
+        causal: True if no token may attend to later tokens, False if any may. By default, this is inferred from the
+            masks of most layers, or from the cache if the model returns one, and `scope` of the findings says so.
         forward: A function of token ids and attention mask, (batch, n) each, that returns the outputs of all tokens,
             (batch, n, …), if `model(input_ids=…, attention_mask=…)` does not.
         cached: A function of token ids, (batch, n), and the sizes of pieces. It runs them one after another with a
             cache, and returns the outputs of all tokens, (batch, n, …).
-        tokens: The tokens as texts, for diagnose; "[PAD]" marks padding if there is no attention mask.
+        tokens: The tokens as strings, for `Recording.diagnose`; "[PAD]" marks padding if there is no attention mask.
         recording: An existing recording of the model on these inputs.
 
     Returns:
-        Findings with severity, location, evidence and hint, and the checks and experiments that were run or not.
+        Findings with severity, location, evidence and hint, and lists of the checks and experiments that ran or were
+        skipped.
 
     Raises:
         ArgumentTypeError: If `model` is not a module, or `inputs` neither a tensor nor a mapping.
@@ -141,7 +142,7 @@ def _examine(exam: Examination, tokens: Any, recording: Recording | None) -> Fin
 
 
 def _record(exam: Examination, recording: Recording | None) -> Origin | None:
-    """Run the inputs under the lens, unless there is a recording; return where NaN and inf in the output began."""
+    """Record a run on the inputs, unless there is a recording; return where NaN and inf in the output began."""
     model, trace = exam.subject.model, ModuleTrace(max_rows=0)
     handles = list(trace.attach(model, find_native_parts(model)))
     exam.recording = Recording() if recording is None else recording

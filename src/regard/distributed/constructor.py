@@ -48,8 +48,8 @@ def attention(
         group: Process group of `torch.distributed`. Default: all processes.
         mask: Which keys each query may attend to, in positions of the whole sequence. Default: all.
         score_mod: One or several score modifications.
-        scale: Factor of the products of query and key. Default: 1/√head_dim.
-        sink: An extra score in the softmax of every row that has no key: a number, or one for each head, (heads,).
+        scale: Factor that multiplies the products of query and key. Default: 1/√head_dim.
+        sink: An extra score without a key in the softmax of every row: a number, or one for each head, (heads,).
         enable_gqa: Whether heads / kv_heads consecutive query heads share a key head.
         layout: "contiguous": rank r holds the r-th part of the sequence. "zigzag": rank r of W holds chunks r and
             2W − 1 − r of 2W, so that a causal mask is the same work for all ranks; `shard` splits a sequence that way.
@@ -58,7 +58,7 @@ def attention(
         The matrix: (…, heads, own queries, keys of all ranks). Nothing but the arguments has been compared yet.
 
     Raises:
-        ArgumentError: If arguments do not fit together, or there is no process group.
+        ArgumentError: If arguments are incompatible, or there is no process group.
         ArgumentTypeError: If an argument has another type.
         RankError: If a rank died, hangs, or called with another shape, dtype, mask or layout. All ranks name it.
     """

@@ -255,7 +255,7 @@ class DistributedMatrix(AttentionMatrix):
             math.prod(block_shape) * int(self.dtype.itemsize),
             operation,
             f"an index with a result of shape {block_shape}",
-            "Take fewer rows at a time, or A.coarsen(512) for a picture.",
+            "Take fewer rows at a time, or A.coarsen(512) for a heat map.",
         )
         part, columns = self._select(resolved), resolved.positions[-1]
         assert isinstance(part, DistributedMatrix)

@@ -164,7 +164,7 @@ def pipeline(
         The page.
 
     Raises:
-        ArgumentError: If the arrays do not fit together or have more numbers than a page can show.
+        ArgumentError: If the arrays have incompatible shapes or have more numbers than a page can show.
 
     >>> from regard.explore import pipeline
     >>> pipeline()
@@ -229,7 +229,7 @@ def weights(
         The page.
 
     Raises:
-        ArgumentError: If the arrays do not fit together or have too many weights.
+        ArgumentError: If the arrays have incompatible shapes or have too many weights.
 
     >>> from regard.explore import weights
     >>> weights()
@@ -306,7 +306,8 @@ def geometry(
         The page.
 
     Raises:
-        ArgumentError: If the arrays do not fit together, are not finite, do not have two entries, or are more than 40.
+        ArgumentError: If the arrays have incompatible shapes, are not finite, do not have two entries, or there are
+            more than 40.
 
     >>> from regard.explore import geometry
     >>> geometry()
@@ -385,7 +386,7 @@ def training(
         The page.
 
     Raises:
-        ArgumentError: If the arrays do not fit together or have too many weights.
+        ArgumentError: If the arrays have incompatible shapes or have too many weights.
 
     >>> from regard.explore import training
     >>> halves = [[[1, 0], [0.5, 0.5]]]
@@ -457,7 +458,7 @@ def scaling(
         The page.
 
     Raises:
-        ArgumentError: If the arrays do not fit together, there are too many scores, or `tokens` is empty.
+        ArgumentError: If the arrays have incompatible shapes, there are too many scores, or `tokens` is empty.
 
     >>> from regard.explore import scaling
     >>> scaling()
@@ -583,7 +584,8 @@ def cost(
         The page.
 
     Raises:
-        ArgumentError: If the value is missing, the arrays do not fit together, or there are too many multiplications.
+        ArgumentError: If the value is missing, the arrays have incompatible shapes, or there are too many
+            multiplications.
 
     >>> from regard.explore import cost
     >>> cost()

@@ -249,7 +249,7 @@ def ablate(
             if isinstance(baseline, str)
             else f"baseline as {describe_argument(baseline)}",
             expected='"zero", "mean", a recording, or a number to multiply by',
-            hint="For the output of another run at the same positions use patch(source=recording, what='output').",
+            hint="To use the output of another run at the same positions, call patch(source=recording, what='output').",
         )
     return AblateEdit(layers=layers, heads=heads, batch=batch, baseline=baseline, queries=queries)
 
@@ -297,7 +297,7 @@ def patch(
             "patch",
             received=f"what={what!r}",
             expected='"pattern", "output" or "value"',
-            hint="Check the name.",
+            hint="For example patch(source=recording, what='output').",
         )
     if what == "value" and queries is not None:
         raise ArgumentError(
@@ -359,9 +359,9 @@ def as_selection(chosen: Any, operation: str, parameter: str) -> Any:
             raise ArgumentError(
                 operation,
                 received=f"layers with {entries[-1]}",
-                expected="numbers from 0: layers are numbered in the order in which they run, and their total is not "
+                expected="numbers from 0: layers are numbered in the order they run, and their total is not "
                 "known in advance",
-                hint="Name the layer: with regard.watch(model) as recording: …, and then list(recording)[-1].",
+                hint="Pass the name of the layer: list(recording) of a regard.watch(model) block lists all names.",
             )
     return entries[0] if is_single else entries
 

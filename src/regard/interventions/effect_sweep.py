@@ -60,7 +60,7 @@ def effects(
     batch_size: int = BATCH_SIZE,
     progress: Callable[[], None] | None = None,
 ) -> EffectTable:
-    """Measure how much a metric changes with each edit; return a table with one row per edit, in the order given.
+    """Measure how much each edit changes a metric; return a table with one row per edit, in the order given.
 
     By default, each head is ablated separately. The edits run in batches, and layers before the edited layer are not
     recomputed, so a sweep over n heads costs about n / 2 forward passes.
@@ -77,13 +77,13 @@ def effects(
             together.
         baseline: With "heads", the replacement for the output of a head, as in `ablate`. "mean", here and in edits, is
             the mean of the run without edits, even if several edits apply together. A recording made with
-            `watch(values=True)` replaces the output of each head by its output in that run, as `patch(what="output")`
+            `watch(values=True)` replaces the output of each head with its output in that run, as `patch(what="output")`
             does.
         queries: With "heads", the tokens at which heads are edited.
         keys: With "heads", knock out these keys instead of ablating the heads.
         layers: With "heads", the layers: numbers, names or patterns. Default: all.
-        tokens: Tokens in which texts are looked up, as in `intervene`.
-        batch_size: Number of edits that run at once. More need more memory.
+        tokens: Tokens of the text, if edits name tokens by text, as in `intervene`.
+        batch_size: Number of edits that run at once. A larger number needs more memory.
         progress: Called after each edit.
 
     Returns:
@@ -93,7 +93,7 @@ def effects(
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
-        ArgumentError: If the metric returns something else, there is no such layer, or `batch_size` is not a positive
+        ArgumentError: If the metric returns another shape, there is no such layer, or `batch_size` is not a positive
             integer.
 
     >>> import regard, torch
@@ -125,7 +125,7 @@ def effects(
                     "effects",
                     received=f"edits as {describe_argument(edits)}",
                     expected='"heads", or a list of edits',
-                    hint="For one edit pass a list of one: [edit].",
+                    hint="To measure one edit, pass a list: [edit].",
                 )
             listed, description = [as_edits(entry, "effects") for entry in edits], ""
             rows = [{"edit": repr(entry[0]) if len(entry) == 1 else repr(list(entry))} for entry in listed]
@@ -200,7 +200,9 @@ def _list_heads(
     else:
         edit_head, text = partial(ablate, baseline=baseline), f"its output was multiplied by {baseline}"
         if isinstance(baseline, str):
-            text = "its output was set to 0" if baseline == "zero" else "its output was replaced by its mean"
+            text = (
+                "its output was set to 0" if baseline == "zero" else "its output was replaced with its mean"
+            )
     names = find_layers(layers, heads, "effects")
     rows = [
         {"module": name, "layer": list(heads).index(name), "head": head}

@@ -55,7 +55,7 @@ class Attribution:
         edges: The edges of each head with the largest |gradient · weight|, largest first: `module`, `layer`, `call`,
             `head`, `query`, `key` (positions), `batch`, `weight`, `gradient` and their `product`.
         completeness: With `steps` > 1, one row for each layer: `module`, `layer`; `effect`, the sum over its heads;
-            `change`, the change of the metric if all outputs of the layer are replaced by the baseline; `gap`, the
+            `change`, the change of the metric if all outputs of the layer are replaced with the baseline; `gap`, the
             difference of the two; and `points`, the number of gradients computed. Empty without steps.
         gradients: For each layer that was called once, dL/dO: (…, heads, q_len, value_dim).
         recording: The recording of the run, with values, outputs and graph.

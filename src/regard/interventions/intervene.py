@@ -57,24 +57,24 @@ def intervene(
     """Change the attention of a model: `with regard.intervene(model, edits): model(**inputs)`.
 
     The model keeps its kernels. Only the heads and rows that an edit touches are computed differently, and everything
-    else is bit-identical. Edits apply in `forward` and `generate()`, by positions of the whole sequence, and gradients
-    flow through them. Interventions may be nested, also with `regard.watch`, which then records the attention after the
-    edits.
+    else is bit-identical. Edits apply in `forward` and `generate()`, positions count over the whole sequence, and
+    gradients flow through the edits. Interventions can be nested, including with `regard.watch`, which then records the
+    attention after the edits.
 
     Edits apply in the thread or asyncio task that enters the block, and in tasks that it starts there. Other threads
     run the model without them. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply when a
     backward pass reruns part of the model, inside the block or after it.
 
-    Within a layer, masks and score modifications come first, then patterns and values of other runs, then outputs.
+    Within a layer, masks and score modifications are applied first, then patched patterns and values, then outputs.
 
     Args:
         model: The model, as in `regard.watch`.
         edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`.
-        tokens: Tokens in which texts are looked up: of the keys, (n,) or (batch, n), and of the queries if they are the
-            same sequence. For an encoder-decoder model, the tokens that the encoder reads.
+        tokens: Tokens, for edits that name tokens by text: of the keys, (n,) or (batch, n), and of the queries if they
+            are the same sequence. For an encoder-decoder model, the tokens that the encoder reads.
         query_tokens: Tokens of the queries of cross-attention, which the decoder reads.
         record: Record the attention after the edits, as `regard.watch` does: `run.recording`.
-        values: Record value and output as well.
+        values: Also record value and output.
 
     Returns:
         A context manager; `with` binds the `Intervention`. If an edit names layers that do not run in the block, or
@@ -82,9 +82,10 @@ def intervene(
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
-        ArgumentError: If the model is compiled or scripted, or a pattern of an edit matches no module of it. In the
-            run, if an edit cannot be applied: dropout is active, or a source lacks what is patched.
-        IndexOutOfRangeError: If a layer has no such head or batch entry, in the run.
+        ArgumentError: If the model is compiled or scripted, or a pattern of an edit matches no module. Also raised
+            during the run if an edit cannot be applied, because dropout is active or the source recording lacks the
+            tensor to patch.
+        IndexOutOfRangeError: During the run, if a layer has no such head or batch entry.
         NotCapturedError: If an edited layer computes its attention in a way that cannot be changed. The message says
             why.
 
@@ -112,7 +113,7 @@ def intervene(
                     edit.name,
                     received=f"layers with {pattern!r}",
                     expected="module names, patterns that match module names, or layer numbers",
-                    hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
+                    hint=f"The model has {', '.join(map(repr, names[1:4]))}, …; model.named_modules() lists all names.",
                 )
     bound = [BoundEdit(edit, texts, query_texts) for edit in listed]
     return Intervention(model, bound, CaptureOptions(values=values) if record or values else None)

@@ -153,7 +153,7 @@ def get_logits(output: Any) -> Tensor:
             "logit_difference",
             received=f"an output of {describe_argument(output)}",
             expected="logits (batch, n, vocabulary), or an output with the attribute .logits",
-            hint="Load the model with its head, as AutoModelForCausalLM does, or write a metric of your own.",
+            hint="Load the model with its head, as AutoModelForCausalLM does, or write your own metric.",
         )
     return logits
 

@@ -120,7 +120,7 @@ def resolve_positions(
                 raise ArgumentError(
                     operation,
                     received=f"{parameter}={entry!r} and no tokens",
-                    expected="tokens in which to look up the text",
+                    expected="tokens, to look up the text",
                     hint="Pass them to intervene: tokens=tokenizer.convert_ids_to_tokens(input_ids[0]).",
                 )
             found.append(find_positions(entry, list(tokens), len(tokens), parameter, operation))

@@ -107,7 +107,7 @@ def as_source(model: str | Path | LoadedModel | TextMeasurer, operation: str) ->
 
 
 class ModelRunner:
-    """A loaded model that measures texts under the lens; a kind of job implements `measure`."""
+    """A loaded model that records and measures runs on texts; a kind of job implements `measure`."""
 
     def __init__(self, loaded: LoadedModel, options: RunOptions) -> None:
         self.loaded, self.options = loaded, options

@@ -154,7 +154,7 @@ class CheckedAttention(ScaledDotProductAttention):
         return print_in_script(explain(self, *arrays, tokens, query_idx))
 
     def check_arrays(self, Q: ArrayLike, K: ArrayLike, V: ArrayLike) -> tuple[Floats, Floats, Floats]:
-        """Convert Q, K and V to float64, and check that their shapes fit together.
+        """Convert Q, K and V to float64, and check that their shapes are compatible.
 
         Args:
             Q: Queries (…, q_len, d_k).
@@ -165,7 +165,7 @@ class CheckedAttention(ScaledDotProductAttention):
             The three arrays.
 
         Raises:
-            ArgumentError: If the shapes do not fit together.
+            ArgumentError: If the shapes are incompatible.
         """
         owner = type(self).__name__
         Q, K = as_floats(owner, "Q", Q, "q_len", "d_k"), as_floats(owner, "K", K, "kv_len", "d_k")

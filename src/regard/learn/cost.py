@@ -467,7 +467,7 @@ def attention_by_loops(
         The output (q_len, d_v), the weights and scaled scores (q_len, kv_len), and the counts.
 
     Raises:
-        ArgumentError: If the arrays are not one head of one sequence, or their shapes do not fit together.
+        ArgumentError: If the arrays are not one head of one sequence, or their shapes are incompatible.
 
     >>> result = attention_by_loops([[0, 0]], [[1, 2], [3, 4]], [[10], [30]])
     >>> result.output, result.weights

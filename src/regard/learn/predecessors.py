@@ -121,7 +121,7 @@ def kernel_attention(
         The output (…, q_len, d_v) and the weights (…, q_len, kv_len).
 
     Raises:
-        ArgumentError: If the shapes do not fit together, or the kernel returns a negative number.
+        ArgumentError: If the shapes are incompatible, or the kernel returns a negative number.
 
     >>> output, weights = kernel_attention([[0.0]], [[-1.0], [1.0], [9.0]], [[1], [3], [8]], kernel=gaussian_kernel)
     >>> weights.round(3)

@@ -203,7 +203,7 @@ def find_positions(
         raise ArgumentError(
             operation,
             received=f"{parameter}={token!r} and no tokens",
-            expected="tokens in which to look up the text",
+            expected="tokens, to look up the text",
             hint="Add tokens=tokenizer.convert_ids_to_tokens(input_ids[0]), or pass positions.",
         )
     texts = [strip_word_mark(text) for text in tokens]

@@ -1,4 +1,4 @@
-"""`regard.look`: run a model on a text, an image or sound under the lens, and return the page of its heads."""
+"""`regard.look`: run a model on a text, an image or audio, and return the page of its heads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def look(
     tokenizer: Any = None,
     title: str | None = None,
 ) -> Page:
-    """Run a model under the lens and build a page with every head, as the command `regard look` does.
+    """Run a model, record it and build a page with every head, as the command `regard look` does.
 
     Without arguments, it shows a small trained model that comes with regard, on a sentence. To look at one run several
     times, record it with `regard.watch` and call `recording.page`.
@@ -112,8 +112,8 @@ def look(
             of a tokenizer.
         image: An image to run the model on, as in `Recording.page`.
         audio: A WAV file to run the model on.
-        generate: Let the model generate up to this many tokens, greedily.
-        layers: Record only these modules: names or patterns with `*`, with everything inside them. Default: all.
+        generate: Generate up to this many tokens, with greedy decoding.
+        layers: Record only these modules: names or patterns with `*`, including their submodules. Default: all.
         max_tokens: Truncate the text to this many tokens.
         dtype: Dtype of the weights of a loaded model, as in `regard.models.load`.
         trust_remote_code: Run code that comes with a loaded model.
@@ -124,7 +124,7 @@ def look(
         The page: `page.save(path)` writes it, and a notebook shows it.
 
     Raises:
-        ArgumentError: If there is nothing to run the model on, or the model cannot be loaded or run.
+        ArgumentError: If there is no input for the model, or the model cannot be loaded or run.
         ArgumentTypeError: If `model` or `text` has the wrong type.
         NotCapturedError: If no attention of the model can be captured.
 
@@ -145,16 +145,16 @@ def look(
     if (inputs is None) == (text is None and image is None and audio is None):
         raise ArgumentError(
             "look",
-            received="no text, image, sound or inputs"
+            received="no text, image, audio or inputs"
             if inputs is None
-            else "inputs together with a text, an image or sound",
+            else "inputs together with a text, an image or audio",
             expected="a text, image= or audio=; or inputs=",
             hint='For a text: regard.look(model, "The cat sat on the mat").',
         )
     if text is not None and audio is not None and generate is not None:
         raise ArgumentError(
             "look",
-            received="a transcript of the sound and generate",
+            received="a transcript of the audio and generate",
             expected="one of them",
             hint="Omit text to let the model transcribe, or generate to see how it reads this transcript.",
         )

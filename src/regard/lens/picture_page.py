@@ -246,7 +246,7 @@ def build_image_page(
         raise ArgumentError(
             OPERATION,
             received=f"{len(pictures)} image{'s' * (len(pictures) != 1)} for batch entry {batch}, which has {count}",
-            expected=f"{count}, in the order in which you passed them to the processor",
+            expected=f"{count}, in the order you passed them to the processor",
             hint="Pass a list, image=[first, second], or choose another batch entry with batch=.",
         )
     shown = _build_layers(found, tokens, query_tokens, heads)

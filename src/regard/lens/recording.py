@@ -291,20 +291,20 @@ class Recording(Mapping[str, AttentionMatrix]):
         )
 
     def heads(self, tokens: Any = None, *, windows: Sequence[int] = (16, 128)) -> Table:
-        """Measure every head: a table with one row for each layer and head, from one pass for each layer.
+        """Measure every head in one pass per layer; return a table with one row for each layer and head.
 
         Rows have `module`, `layer` and `head`, counted from 0, `call` (which call of a layer that ran several times),
-        and means over the tokens of all batch entries, without padding:
+        and means over the tokens of all batch entries, excluding padding:
 
         - `entropy`: −Σⱼ Aᵢⱼ ln Aᵢⱼ, nats (Zhai et al., 2303.06296: near 0 a head has collapsed).
         - `first`: Aᵢₖ at the first token k (α₁ of Gu et al., 2410.10781, who call it a sink above 0.3).
         - `previous`: Aᵢ,ᵢ₋₁, over i ≥ 1 (the previous-token heads of Olsson et al., 2209.11895).
         - `distance`: Σⱼ Aᵢⱼ |i − j| (Vig & Belinkov, 1906.04284).
-        - `within_16`, `within_128`: the weight on keys less than 16 or 128 tokens away; `windows` chooses others.
-        - `heavy`: the share of Σᵢ Aᵢⱼ on the 10 % of keys that receive most (H2O, 2306.14048).
+        - `within_16`, `within_128`: the weight on keys less than 16 or 128 tokens away; `windows` sets other sizes.
+        - `heavy`: the share of Σᵢ Aᵢⱼ on the 10 % of keys that receive the most weight (H2O, 2306.14048).
         - with `tokens`: `duplicate`, the weight on earlier copies of the token itself, and `induction`, the weight on
-          the tokens after earlier copies (prefix matching, Olsson et al.), over the tokens that have a copy. On s
-          random tokens, repeated, these are the scores at offset s and s − 1.
+          the tokens after earlier copies (prefix matching, Olsson et al.), over the tokens that have a copy. On a text
+          of s random tokens that is repeated once, these are the scores at offset s and s − 1.
         - with `watch(values=True)`: `contribution`, ‖oᵢ W_O‖, the norm of what the head adds to the residual stream;
           NaN if its output projection is unknown.
 
@@ -318,7 +318,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             The table; `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept it.
 
         Raises:
-            ArgumentError: If the number of tokens fits no layer, or the layers were recorded with measures only.
+            ArgumentError: If the number of tokens matches no layer, or the layers were recorded with measures only.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -396,7 +396,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Find the heads that attend from one token to another: a table sorted by `weight`, largest first.
 
         It has one row for each layer and head: `module`, `layer`, `call`, `head`, `query`, `key` (positions) and
-        `weight`. If a text occurs several times, the row of a head has the pair of occurrences with the largest weight.
+        `weight`. If a text occurs several times, each row has the pair of occurrences with the largest weight.
 
         With `by="contribution"`, the table has a column `contribution` and is sorted by it: ‖w v W_O‖, the norm of what
         the key adds to the output of the query (Kobayashi et al., 2004.10102). Contributions of different layers are
@@ -415,8 +415,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             The table.
 
         Raises:
-            ArgumentError: If there is no such token, `tokens` is missing for a text, the tokens fit no layer, or the
-                data for contributions was not recorded.
+            ArgumentError: If there is no such token, `tokens` is missing for a text, the number of tokens matches no
+                layer, or the data for contributions was not recorded.
             IndexOutOfRangeError: If there is no such position or batch entry.
 
         >>> import regard, torch
@@ -451,7 +451,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             prompt: Number of tokens before the first generated token, including padding. Default: the tokens before the
                 steps of the cache. Pass it for a run over a finished text, or with a single generated token.
             call: Which call of each layer, if they ran over several texts.
-            layers: Names of modules or patterns with `*`, with everything inside them. Default: all.
+            layers: Names of modules or patterns with `*`, including their submodules. Default: all.
 
         Returns:
             The masses, with the lookback ratio, tables and a page.
@@ -488,7 +488,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             query: Position of the token that is reached, or its text if it occurs once in `tokens`.
             tokens: Tokens of the sequence, (n,) or (batch, n).
             batch: The batch entry.
-            layers: Names of modules or patterns with `*`, with everything inside them. Default: all. Choose one stack
+            layers: Names of modules or patterns with `*`, including their submodules. Default: all. Choose one stack
                 of an encoder-decoder model.
 
         Returns:
@@ -534,7 +534,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             heads: Pairs of decoder layer and head; for Whisper, `model.generation_config.alignment_heads`. A layer is
                 the number in the name of its module, or the name.
             prompt: Number of decoder tokens before the transcript. Default: those of the first call of `generate()`.
-            frames: Number of keys that are audio; the others are padding. Default: all.
+            frames: Number of keys that are audio; the remaining keys are padding. Default: all.
             seconds_per_frame: Seconds of audio for each key; 0.02 for Whisper.
             start: Time of the first frame, for a later window of a long recording.
             filter_width: Width of the median filter, odd; `model.config.median_filter_width`.
@@ -545,7 +545,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             The alignment: `alignment.words(tokenizer)` is a table, `alignment.times` an array.
 
         Raises:
-            ArgumentError: If there is no such layer, or the numbers of tokens or frames do not fit.
+            ArgumentError: If there is no such layer, or the number of tokens or frames does not match.
             ArgumentTypeError: If `heads` are not pairs.
             IndexOutOfRangeError: If there is no such head or batch entry.
         """
@@ -595,7 +595,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             them.
 
         Raises:
-            ArgumentError: If the shape of `attention_mask` fits no layer, or it has entries other than 0 and 1.
+            ArgumentError: If the shape of `attention_mask` matches no layer, or it has entries other than 0 and 1.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
@@ -640,16 +640,16 @@ class Recording(Mapping[str, AttentionMatrix]):
     ) -> Page:
         """Build a page with every head of the model: one HTML file that needs neither server nor network.
 
-        All heads are shown as small maps, in the order of the layers or of any measure of `heads`. An open head shows
-        every weight: as a map with its tokens, as the running text coloured by one token, for short texts as lines too,
-        and the largest weights of the row under the pointer. The mean over the heads of a layer can also be selected. A
-        search finds the heads that attend from one token to another, as `find` does. The findings of `diagnose` are
-        listed and marked at the affected heads. The URL stores the state of the page.
+        All heads are shown as small maps, sorted by layer or by any measure of `heads`. An open head shows every weight
+        as a map with its tokens, as running text coloured by the weights of one token and, for short texts, as lines.
+        It also lists the largest weights of the row under the pointer. The mean over the heads of a layer can also be
+        selected. A search finds the heads that attend from one token to another, as `find` does. The findings of
+        `diagnose` are listed and marked at the affected heads. The URL stores the state of the page.
 
         The page contains queries and keys in half precision, computes the weights from them, and states the error.
 
-        With `image`, the page shows the picture instead: select a patch or another token as query, and the maps of the
-        heads are drawn over the picture, for every layer that read it.
+        With `image`, the page shows the image instead: select a patch or another token as query, and the maps of the
+        heads are drawn over the image, for every layer that read it.
 
         Args:
             tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence. For an
@@ -657,22 +657,23 @@ class Recording(Mapping[str, AttentionMatrix]):
             query_tokens: Tokens of the queries of cross-attention, which the decoder reads. Default: `tokens`, if
                 their number fits the queries and not the keys.
             image: The image that the model read: a path, a Pillow image or an array, or a list of all images of the
-                batch entry. It is stretched over the patches; if the processor crops, pass
+                batch entry. It is stretched over the patches; if the processor crops images, pass
                 `regard.images.undo_normalisation(pixel_values[0], processor)`.
-            grid: Where the patches are, one for each image. Default: `recording.grids(name)` of each layer.
+            grid: Positions of the patches, one grid for each image. Default: `recording.grids(name)` of each layer.
             batch: The batch entry to show.
-            layers: Names of modules or patterns with `*`, with everything inside them. Default: all.
+            layers: Names of modules or patterns with `*`, including their submodules. Default: all.
             heads: The heads to show. Default: all.
             findings: Findings to list. Default: `recording.diagnose(tokens)`. Not shown with an image.
             title: Title of the page.
-            max_bytes: Limit of the file size. Heads beyond it have only their map and measures, or with an image the
+            max_bytes: Limit on the file size. Heads beyond it have only their map and measures, or with an image the
                 maps of some queries, and the page says so. Default: 40 MB, with an image 10 MB.
 
         Returns:
             The page: `page.save(path)` writes it, and a notebook shows it.
 
         Raises:
-            ArgumentError: If there is no such layer, the tokens fit no layer, or the image does not belong to them.
+            ArgumentError: If there is no such layer, the number of tokens matches no layer, or the image does not match
+                the tokens.
             IndexOutOfRangeError: If there is no such head or batch entry.
 
         >>> import regard, torch

@@ -78,7 +78,9 @@ class ShardedRecording(Recording):
             raise NotCapturedError(
                 f"recording[{name!r}]",
                 received="a name that no attention layer has",
-                expected=f"one of {', '.join(map(repr, self._matrices)) or 'none: nothing was captured'}",
+                expected=f"one of {', '.join(map(repr, self._matrices))}"
+                if self._matrices
+                else "a recording that is not empty",
                 hint="Use a name from model.named_modules().",
             )
         return list(self._matrices[name])

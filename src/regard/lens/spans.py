@@ -87,7 +87,7 @@ def parse_spans(spans: Any, operation: str) -> Spans:
         raise ArgumentTypeError(
             operation,
             received=f"spans as {describe_argument(spans)}",
-            expected="a mapping from names to ranges of tokens, or a list of one for each batch entry",
+            expected="a mapping from names to ranges of tokens, or a list with one mapping for each batch entry",
             hint='For example spans={"system": (0, 12), "document": (12, 80)}.',
         )
     names = tuple(dict.fromkeys(name for entry in given for name in entry))
@@ -205,14 +205,14 @@ def token_spans(text: Any, spans: SpanRanges, offsets: Any) -> Any:
     A token that two spans share belongs to the one that contains more of its characters.
 
     Args:
-        text: The text, or a list of one for each batch entry.
+        text: The text, or a list with one text for each batch entry.
         spans: A mapping from names to texts, which must occur once, or to (start, stop) in characters. For a list of
-            texts, one mapping for all or a list of one for each; an entry without a span may omit its name.
+            texts, one mapping for all or a list with one for each; an entry without a span may omit its name.
         offsets: `tokenizer(text, return_offsets_mapping=True)["offset_mapping"]`: (n, 2) or (batch, n, 2), first
             character and end of each token. Special tokens and padding have (0, 0).
 
     Returns:
-        A mapping from names to ranges of tokens, or a list of one for each text.
+        A mapping from names to ranges of tokens, or a list with one mapping for each text.
 
     Raises:
         ArgumentError: If a text does not occur, or several times, or no token is inside a span.

@@ -87,22 +87,23 @@ def watch(
 ) -> Watch:
     """Record the attention of a model: `with regard.watch(model) as recording: model(**inputs)`.
 
-    The model runs its usual kernels, and its outputs are bit-identical. The recording maps the names of its attention
-    layers to lazy matrices; see `regard.lens.Recording`. Watches may be nested, and threads share them. With activation
-    checkpointing, a layer that `backward()` reruns is recorded once, in its first run.
+    The model runs its usual kernels, and its outputs are bit-identical. The recording maps the names of the model's
+    attention layers to lazy matrices; see `regard.lens.Recording`. Watches can be nested and are shared between
+    threads. With activation checkpointing, a layer that `backward()` reruns is recorded once, in its first run.
 
     If a function around the model is compiled, the graph breaks at each attention call, and outputs agree up to
     rounding.
 
     Args:
-        model: The model. It must run in Python: not compiled or scripted, nor split by `nn.DataParallel`.
-        layers: Names of modules, or patterns with `*`, to record with everything inside them. Default: all.
+        model: The model. It must run in Python, so it must not be compiled, scripted or split by `nn.DataParallel`.
+        layers: Names of modules, or patterns with `*`, to record including their submodules. Default: all.
         measures: Record these measures of each call instead of its query and key, to save memory. A mapping from
             names to measures; "default" for entropy, weight on the first key ("first") and distance; or a function
             that is called with each `regard.lens.Call` and returns results by name. The results are in
             `Call.measures`. By default, query and key are recorded, and any measure can be computed later.
         spans: Named parts of the prompt, for `Recording.span_mass`: a mapping from names to ranges of tokens, (start,
-            stop) or slices, or a list of one for each batch entry. `regard.lens.token_spans` finds texts in a prompt.
+            stop) or slices, or a list with one mapping for each batch entry. `regard.lens.token_spans` finds texts in a
+            prompt.
         device: Move recorded tensors to this device.
         dtype: Convert recorded tensors to this dtype.
         copy: Copy query and key, and masks, biases and sinks that are held as arrays. By default, they are referenced,
@@ -110,11 +111,11 @@ def watch(
         values: Also record value and output, and find the output projection of each layer, which
             `Recording.value_norms` and `find(by="contribution")` need. For the first pass, also record the inputs and
             outputs of each module, for at most 32 tokens; `regard.compare` uses them to name the module that differs.
-        max_dense_bytes: Layers that compute their own softmax are recorded by their weights, of q_len × kv_len. Once
-            the total exceeds this limit, remaining layers are reported as not captured. Default: 1 GiB.
-        grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model:
-            a loss may contain the entropy of a head. By default, recorded tensors are detached. Analyses such as
-            `Recording.heads`, and saved files, have no gradients.
+        max_dense_bytes: Layers that compute their own softmax are recorded as dense weights, (q_len, kv_len). Once the
+            total exceeds this limit, remaining layers are reported as not captured. Default: 1 GiB.
+        grad: Record the tensors with their graph, so that gradients flow from the matrices to the weights of the model,
+            for example if a loss contains the entropy of a head. By default, recorded tensors are detached. Analyses
+            such as `Recording.heads`, and saved files, have no gradients.
         group: Process group of `torch.distributed` whose ranks hold parts of the sequence. All ranks must watch, and
             each matrix covers all ranks: a `regard.distributed.DistributedMatrix`. Layers must use
             `regard.distributed.attention`, or gather the keys of all ranks in order before they call an attention
@@ -126,8 +127,8 @@ def watch(
 
     Raises:
         ArgumentTypeError: If `model` or `measures` has the wrong type.
-        ArgumentError: If the model is compiled or scripted, `layers` names no module of it, `spans` are empty or
-            overlap, or `grad`, `values` or `spans` is combined with `measures`. With `grad`, also if a layer runs where
+        ArgumentError: If the model is compiled or scripted, `layers` matches no module, `spans` are empty or overlap,
+            or `grad`, `values` or `spans` is combined with `measures`. With `grad`, also if a layer runs where
             gradients are disabled.
         NotCapturedError: At the end of the block, if an attention layer ran and was not captured. The message says why,
             and what to do.

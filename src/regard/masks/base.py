@@ -253,7 +253,7 @@ def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, sign
             f"mask {sign} other",
             received=describe_argument(right),
             expected="another mask",
-            hint="Wrap a boolean array, True = attend, as regard.masks.dense(array).",
+            hint="Wrap a boolean array (True = attend): regard.masks.dense(array).",
         )
     parts: list[Mask] = []
     for mask in (left, right):

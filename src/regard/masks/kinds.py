@@ -52,7 +52,7 @@ def as_int_parameter(values: int | Array, operation: str, minimum: int | None) -
         raise ArgumentError(
             operation,
             received=f"{values!r}",
-            expected="whole numbers" + ("" if minimum is None else f", {minimum} or more"),
+            expected="integers" + ("" if minimum is None else f", {minimum} or more"),
             hint="Number the documents: 0, 1, 2, …" if minimum is None else "Sizes and lengths count tokens.",
         )
     if minimum is not None:
@@ -72,14 +72,15 @@ def causal(align: Align | None = None) -> Mask:
     """Return a mask that lets a query attend to its own position and earlier ones: kv_idx ≤ q_idx.
 
     Args:
-        align: The corner where the diagonal starts; required if q_len ≠ kv_len. With "upper_left", query 0 is at key 0.
-            With "lower_right", the last query is at the last key, as in decoding with a cache.
+        align: Corner of the matrix where the diagonal starts; required if q_len ≠ kv_len. With "upper_left", query 0 is
+            aligned with key 0. With "lower_right", the last query is aligned with the last key, as in decoding with a
+            cache.
 
     Returns:
         The mask.
 
     Raises:
-        ArgumentError: If `align` is not one of these.
+        ArgumentError: If `align` is another value.
 
     >>> from regard import causal
     >>> causal().to_dense(3, 3).astype(int)
@@ -116,7 +117,7 @@ def sliding_window(
         The mask.
 
     Raises:
-        ArgumentError: If both forms or neither are given, or a size is not a whole number.
+        ArgumentError: If both forms or neither are given, or a size is not an integer.
 
     >>> from regard import sliding_window
     >>> sliding_window(2).to_dense(4, 4).astype(int)
@@ -257,7 +258,7 @@ def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> M
         The mask.
 
     Raises:
-        ArgumentError: If a length is not a whole number, or `side` is unknown.
+        ArgumentError: If a length is not an integer, or `side` is unknown.
 
     >>> from regard import padding
     >>> padding([2, 3]).to_dense(2, 1, 1, 4).astype(int).reshape(2, 4)
@@ -271,7 +272,7 @@ def padding(lengths: int | Array, side: Literal["left", "right"] = "right") -> M
             "padding",
             received=f"side={side!r}",
             expected='"left" or "right"',
-            hint="Pass the side on which the padding is.",
+            hint="Pass the side of the sequence that is padded.",
         )
     return KeyRangeMask(as_int_parameter(lengths, "padding", 0), side, "padding")
 
@@ -286,7 +287,7 @@ def first(n: int | Array) -> Mask:
         The mask.
 
     Raises:
-        ArgumentError: If `n` is not a whole number.
+        ArgumentError: If `n` is not an integer.
 
     >>> from regard import sliding_window
     >>> from regard.masks import first
@@ -312,7 +313,7 @@ def prefix(length: int | Array, align: Align | None = None) -> Mask:
         The mask.
 
     Raises:
-        ArgumentError: If `length` is not a whole number, or `align` is unknown.
+        ArgumentError: If `length` is not an integer, or `align` is unknown.
 
     >>> from regard.masks import prefix
     >>> prefix(2).to_dense(4, 4).astype(int)
@@ -396,7 +397,7 @@ def document(ids: Array, query_ids: Array | None = None) -> Mask:
         The mask.
 
     Raises:
-        ArgumentError: If the ids are not whole numbers, or a single one.
+        ArgumentError: If the ids are not integers, or are a single integer.
 
     >>> from regard.masks import document
     >>> document([0, 0, 1]).to_dense(3, 3).astype(int)
@@ -459,7 +460,7 @@ class DocumentMask(Mask):
                 "document",
                 received=f"{lengths[0]} query ids and {lengths[1]} key ids",
                 expected=f"{frame.q_len} (q_len) and {frame.kv_len} (kv_len)",
-                hint="Pass one id for each key. If the queries are different tokens, pass query_ids too.",
+                hint="Pass one id for each key. If the queries are different tokens, also pass query_ids.",
             )
         frame.per_batch(self.ids.array[..., :1], 1, "document")
         frame.per_batch(self.query_ids.array[..., :1], 1, "document")
@@ -510,8 +511,8 @@ def dense(array: Array, true_means: Literal["attend", "ignore"] = "attend") -> M
             "dense",
             received=describe_argument(array),
             expected="booleans, True = attend",
-            hint="For 1 = attend use regard.masks.dense(array != 0); "
-            "for an additive tensor of 0 and -inf use score_mod=regard.score_mods.bias(array); "
+            hint="For 1 = attend, use regard.masks.dense(array != 0); "
+            "for an additive tensor of 0 and -inf, use score_mod=regard.score_mods.bias(array); "
             'for True = ignore, as in nn.MultiheadAttention, write regard.masks.dense(array, true_means="ignore").',
         )
     return DenseMask(array) if true_means == "attend" else ~DenseMask(array)
@@ -578,9 +579,9 @@ def mask(function: MaskFunction) -> Mask:
 
     Args:
         function: Called as `function(b, h, q_idx, kv_idx)`, with integer arrays that broadcast: the index in the batch
-            and of the head, (pairs, 1, 1), the query (1, rows, 1) and the key (1, 1, columns). With torch tensors as
-            query and key the indices are tensors on the same device. Returns booleans that broadcast to
-            (pairs, rows, columns).
+            and of the head, (pairs, 1, 1), the query (1, rows, 1) and the key (1, 1, columns). If query and key are
+            torch tensors, the indices are tensors on the same device. Returns booleans that broadcast to (pairs, rows,
+            columns).
 
     Returns:
         The mask. Two masks are equal if they have the same function.
@@ -602,7 +603,7 @@ def mask(function: MaskFunction) -> Mask:
             received=describe_argument(function),
             expected="a function of four arguments, b, h, q_idx and kv_idx",
             hint="For example regard.mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx). "
-            "For an array of booleans use regard.masks.dense(array).",
+            "For an array of booleans, use regard.masks.dense(array).",
         ) from None
     return FunctionMask(function)
 

@@ -172,7 +172,7 @@ class Received(Sum):
                 "received",
                 received=f"axis={self.axis!r}",
                 expected="no argument: a key receives weight from all queries, axis=-2",
-                hint="For the sum of each row use regard.measures.Sum(-1).",
+                hint="For the sum of each row, use regard.measures.Sum(-1).",
             )
 
 
@@ -282,7 +282,7 @@ class Coarse(BoundMeasure):
         reduce: "max", which keeps every large weight visible, "mean" or "sum".
 
     Raises:
-        ArgumentError: If `cells` is not a whole number above 0, or `reduce` is unknown.
+        ArgumentError: If `cells` is not a positive integer, or `reduce` is unknown.
 
     >>> import numpy as np, regard
     >>> regard.attention(np.zeros((4, 2)), np.zeros((4, 2))).measure(regard.Coarse(2)).coarse

@@ -147,7 +147,7 @@ class TopK(Measure):
         k: Number of weights, at most kv_len.
 
     Raises:
-        ArgumentError: If `k` is not a whole number above 0.
+        ArgumentError: If `k` is not a positive integer.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.array([[1.0, 0]]), np.array([[0.0, 0], [9, 0], [5, 0]]))
@@ -290,7 +290,7 @@ class Contribution(TopK):
             model, `recording.value_norms(name)`.
 
     Raises:
-        ArgumentError: If `k` is not a whole number above 0, or the norms do not fit the matrix.
+        ArgumentError: If `k` is not a positive integer, or the shape of the norms does not match the matrix.
 
     >>> import numpy as np, regard
     >>> A = regard.attention(np.zeros((1, 2)), np.zeros((4, 2)))

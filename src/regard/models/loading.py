@@ -41,8 +41,8 @@ def load(
 ) -> LoadedModel:
     r"""Load a model and its tokenizer by name, in eval mode.
 
-    Weights are read from safetensors only, because unpickling a file can run arbitrary code. The class is read from
-    config.json.
+    Weights are read from safetensors only, because unpickling a file can run arbitrary code. The model class is read
+    from config.json.
 
     Args:
         name: One of:
@@ -50,7 +50,7 @@ def load(
             - "stories", a GPT of 3.9 million parameters that comes with regard, trained on children's stories;
             - a folder (config.json, *.safetensors, the tokenizer's files);
             - a name on the Hugging Face Hub, through the cache and settings of transformers;
-            - `module:function`, which returns a model or (model, tokenizer). The module may lie in the current
+            - `module:function`, which returns a model or (model, tokenizer). The module may be in the current
               directory.
         trust_remote_code: Run code that comes with the model. By default, such a model is rejected.
         dtype: "float32", "bfloat16", "float16", or "auto" for the dtype the weights are stored in. The default is
@@ -98,7 +98,7 @@ def load(
             "load",
             received=repr(name),
             expected="a folder, a name on the Hub such as gpt2 or owner/model, or module:function",
-            hint="Check the name.",
+            hint="Check the spelling of the name.",
         )
     return load_with_transformers(
         name,
@@ -132,7 +132,7 @@ def check_folder(path: Path) -> None:
     raise ArgumentError(
         "load",
         received=f"the folder {str(path)!r} with {found}",
-        expected="weights in *.safetensors, since reading a pickled file can run any code",
+        expected="weights in *.safetensors, because reading a pickled file can run arbitrary code",
         hint=hint,
     )
 
@@ -252,12 +252,12 @@ def _translate_errors(name: str, loads_weights: bool = False, is_offline: bool =
         elif on_hub and (loads_weights or any(word in message for word in ("connect", "cache", "offline"))):
             missing = "its weights are not cached" if loads_weights else "not cached"
             reason, expected = f"{missing}, and the Hub is unreachable", "a model that is available locally"
-            hint = "Download it once with a network, or pass a folder with config.json and *.safetensors."
+            hint = "Download it once while online, or pass a folder with config.json and *.safetensors."
         raise ArgumentError("load", received=f"{name!r} ({reason})", expected=expected, hint=hint) from error
 
 
 def import_function(path: str, operation: str = "load") -> Callable[..., Any]:
-    """Import the function that `module:function` names; the module may lie in the current directory.
+    """Import the function that `module:function` names; the module may be in the current directory.
 
     >>> import_function("regard:attention").__name__
     'attention'

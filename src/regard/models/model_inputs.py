@@ -1,4 +1,4 @@
-"""`prepare_inputs`: turn a text, an image or sound into the arguments of a model; `generate` lets it continue them."""
+"""`prepare_inputs`: turn a text, an image or audio into the arguments of a model; `generate` lets it continue them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from regard.models.loading import find_text_part, select_part
 from regard.models.optional_imports import first_line, import_optional, silence_transformers
 from regard.types import Array
 
-OPERATION = "look"  # the command that runs models on images and sound
+OPERATION = "look"  # the command that runs models on images and audio
 
 
 Kind = Literal["image", "audio", "text and image", "text and audio"]
@@ -45,7 +45,7 @@ class ModelInputs:
         loaded: The model, or the part of it that reads the inputs.
         arguments: Arguments of its forward, without `decoder_input_ids`.
         tokens: The tokens of `input_ids`; empty without a text.
-        text: The encoded text; None if a processor joined it with an image or sound.
+        text: The encoded text; None if a processor joined it with an image or audio.
         decoder_ids: (1, n), what the decoder of an encoder-decoder model reads; None for other models.
         image: (height, width, 3), the image as the model saw it.
         seconds: Seconds that the frames of the encoder stand for, padding included.
@@ -90,7 +90,7 @@ class ModelInputs:
                 raise
             raise ArgumentError(
                 OPERATION,
-                received=f"{self.description}, which {self.loaded.info['class']} refused ({first_line(error)})",
+                received=f"{self.description}, which {self.loaded.info['class']} rejected ({first_line(error)})",
                 expected="inputs of the size that the model reads",
                 hint="Check that the processor belongs to the model.",
             ) from error
@@ -103,15 +103,15 @@ def prepare_inputs(
     audio: Path | None,
     max_tokens: int | None = None,
 ) -> ModelInputs:
-    """Turn a text, an image or a WAV file into the arguments of a model; beside sound, the text is its transcript.
+    """Turn a text, an image or a WAV file into the arguments of a model; with audio, the text is its transcript.
 
     Of a model with several parts, the one that reads the inputs is taken: CLIP's image encoder for an image alone. An
-    encoder-decoder model is run as a whole; its decoder reads its start token, or with sound the transcript. `loaded`
+    encoder-decoder model is run as a whole; its decoder reads its start token, or with audio the transcript. `loaded`
     is the whole model: `load(name, part="whole")`.
     """
     if image is not None and audio is not None:
         raise ArgumentError(
-            OPERATION, received="an image and sound", expected="at most one of them", hint="Omit one."
+            OPERATION, received="an image and audio", expected="at most one of them", hint="Omit one."
         )
     if audio is not None:
         return _prepare_audio(loaded, audio, text, max_tokens)
@@ -136,7 +136,7 @@ def prepare_inputs(
 def _prepare_audio(loaded: LoadedModel, path: Path, text: str | None, max_tokens: int | None) -> ModelInputs:
     reads_text = _reads_beside_text(loaded, "audio_config")
     if not reads_text and _main_input(loaded) not in ("input_features", "input_values"):
-        raise _unread(loaded, "sound")
+        raise _unread(loaded, "audio")
     kind: Kind = "text and audio" if reads_text else "audio"
     processor = find_processor(loaded, kind)
     extractor = getattr(processor, "feature_extractor", processor)
@@ -144,23 +144,23 @@ def _prepare_audio(loaded: LoadedModel, path: Path, text: str | None, max_tokens
     duration, notes = len(samples) / rate, []
     if rate != extractor.sampling_rate:
         notes.append(
-            f"The sound was resampled from {rate:,} to {extractor.sampling_rate:,} samples per second."
+            f"The audio was resampled from {rate:,} to {extractor.sampling_rate:,} samples per second."
         )
         samples = resample(samples, rate, extractor.sampling_rate)
-    description = f"{duration:.1f} s of sound"
+    description = f"{duration:.1f} s of audio"
     options = {"sampling_rate": extractor.sampling_rate, "return_tensors": "pt"}
     if reads_text:
         inputs = _join_with_text(loaded, processor, text, "audio", {"audio": samples, **options})
         return ModelInputs(loaded, *inputs, notes=tuple(notes), description=description)
     if text is not None and not _is_encoder_decoder(loaded):
-        raise _unread(loaded, "text beside sound")
-    with _translate_errors(loaded, "the sound"):
+        raise _unread(loaded, "text together with audio")
+    with _translate_errors(loaded, "the audio"):
         features = dict(extractor(samples, return_attention_mask=True, **options))
     longest = getattr(extractor, "n_samples", None)
     if longest is not None and len(samples) > longest:
         limit = longest / extractor.sampling_rate
         notes.append(
-            f"The sound has {duration:.1f} s; truncated to the first {limit:g} s, which the model reads."
+            f"The audio has {duration:.1f} s; truncated to the first {limit:g} s, which the model reads."
         )
     decoder_ids, encoded = _read_transcript(loaded, text, max_tokens)
     if encoded is not None:
@@ -239,7 +239,7 @@ def _join_with_text(
     kind: str,
     options: dict[str, Any],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Let a processor put an image or sound into a text, and return the arguments and the tokens."""
+    """Let a processor put an image or audio into a text, and return the arguments and the tokens."""
     if text is None:
         raise ArgumentError(
             OPERATION,
@@ -343,7 +343,7 @@ def _count_tokens(text: EncodedText) -> str:
 
 
 def _reads_beside_text(loaded: LoadedModel, config: str) -> bool:
-    """Return whether a language model reads images or sound among its tokens, by the part of its configuration."""
+    """Return whether a language model reads images or audio among its tokens, by the part of its configuration."""
     has_part = getattr(getattr(loaded.model, "config", None), config, None) is not None
     return has_part and not _is_encoder_decoder(loaded) and find_token_embedding(loaded.model) is not None
 
@@ -371,7 +371,7 @@ def _translate_errors(loaded: LoadedModel, what: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ArgumentError(
             OPERATION,
-            received=f"{what}, which the processor of {loaded.name!r} refused ({reason})",
+            received=f"{what}, which the processor of {loaded.name!r} rejected ({reason})",
             expected="inputs that the processor of the model accepts",
             hint="Check that the processor belongs to the model.",
         ) from error
@@ -448,7 +448,7 @@ def prepare_generation(inputs: ModelInputs, count: int) -> None:
         raise ArgumentError(
             OPERATION,
             received=f"{loaded.info.get('class', loaded.name)}, which does not generate text",
-            expected="a model of transformers with generate()",
+            expected="a transformers model with generate()",
             hint="Run it on a text without generating.",
         )
     given = inputs.decoder_ids.shape[1] if inputs.is_encoder_decoder else len(inputs.tokens)

@@ -187,7 +187,7 @@ class Monitor:
             The monitor.
 
         Raises:
-            ArgumentError: If `step` is not a whole number, or the monitor is attached and counts another step.
+            ArgumentError: If `step` is not an integer, or the monitor is attached and counts another step.
         """
         hint = "Pass the number of optimiser steps so far; detach() first if the monitor is attached."
         if step is not None:

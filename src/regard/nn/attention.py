@@ -40,7 +40,7 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         scale: The factor of the scores. Default: 1/√head_dim.
         rope: How queries and keys are rotated by their positions: `"half"` or `"interleaved"` (see `regard.rope`),
             or a `Rope`. Default: no rotation.
-        sink: An extra score in the softmax of every row that has no key: `"learned"` for one learned score per head, or
+        sink: An extra score without a key in the softmax of every row: `"learned"` for one learned score per head, or
             a fixed number. Default: none.
         qk_norm: Builds a norm of width head_dim, once for queries and once for keys, as `torch.nn.RMSNorm` does.
         bias_kv: Whether to add one learned key and value that every query sees (`add_bias_kv` of torch).
@@ -48,7 +48,7 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
         dtype: The dtype of the parameters.
 
     Raises:
-        ArgumentError: If the sizes do not fit together, or `dropout`, `sink` or `rope` is not an accepted value.
+        ArgumentError: If the sizes are incompatible, or `dropout`, `sink` or `rope` is not an accepted value.
 
     >>> import torch
     >>> layer = MultiheadAttention(64, num_heads=8, num_kv_heads=2, rope="half")
@@ -151,7 +151,7 @@ class MultiheadAttention(nn.Module):  # type: ignore[misc]
             cost. During training with dropout, it is the matrix before dropout.
 
         Raises:
-            ArgumentError: If shapes do not fit the layer, or two arguments exclude each other.
+            ArgumentError: If shapes do not match the layer, or two arguments exclude each other.
             ArgumentTypeError: If `mask`, `score_mod` or `padding` has the wrong type.
         """
         self._check_inputs(query, key, value, padding, positions, cache)

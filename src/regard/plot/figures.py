@@ -119,7 +119,7 @@ def format_labels(tokens: Any, count: int, operation: str, argument: str) -> lis
             operation,
             received=f"{len(tokens)} {argument}",
             expected=f"{count}",
-            hint="Pass one token for each key. If the queries are another sequence, pass query_tokens too.",
+            hint="Pass one token for each key. If the queries are another sequence, also pass query_tokens.",
         )
     return [format_label(token) for token in tokens]
 

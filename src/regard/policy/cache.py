@@ -468,7 +468,7 @@ def build_cache(policy: KeptKeys, model: PreTrainedModel) -> Cache:
         raise ArgumentTypeError(
             "policy.cache",
             received=describe_argument(model),
-            expected="a model of transformers",
+            expected="a transformers model",
             hint=f"Apply the policy to other models as masks: {AS_MASKS}.",
         )
     if model.config.is_encoder_decoder:

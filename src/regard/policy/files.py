@@ -111,7 +111,7 @@ def find_wrong_size(about: dict[str, Any], num_kv_heads: int) -> str:
     """Describe a size in the facts about a policy that it cannot have; "" if there is none."""
     for name in SIZES:
         if name in about and not _is_count(about[name], 1):
-            return f"a {name} that is not a positive whole number"
+            return f"a {name} that is not a positive integer"
     heads = about.get("num_heads", num_kv_heads)
     return f"{heads} query heads for {num_kv_heads} kv heads" if heads % num_kv_heads else ""
 

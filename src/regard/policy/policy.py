@@ -525,7 +525,7 @@ def _as_counts(values: Any, name: str, num_layers: int) -> NDArray[np.int64]:
     if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size or len(array) != num_layers:
         raise _build_error(
             f"{name}, {describe_argument(array)}, for {num_layers} layers",
-            "whole numbers of shape (num_layers, num_kv_heads)",
+            "integers of shape (num_layers, num_kv_heads)",
         )
     return array.astype(np.int64)
 

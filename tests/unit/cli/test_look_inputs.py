@@ -120,7 +120,7 @@ def test_an_encoder_decoder_model_shows_all_three_kinds(look):
 
 def test_sound_is_transcribed_and_its_words_have_times(look, models):
     record, err, path = look("whisper", "--audio", models / "talk.wav", "--generate", 9)
-    assert err == "" and record["layers"] == 5 and record["inputs"] == "0.7 s of sound and 9 generated"
+    assert err == "" and record["layers"] == 5 and record["inputs"] == "0.7 s of audio and 9 generated"
     model = hf.AutoModelForSpeechSeq2Seq.from_pretrained(models / "whisper").eval()
     processor = hf.AutoProcessor.from_pretrained(models / "whisper")
     samples = make_tone(300, 0.7) + 0.1 * make_tone(1700, 0.7)
@@ -156,7 +156,7 @@ def test_sound_at_another_rate_and_a_transcript(look, models):
         "whisper", "--audio", models / "stereo.wav", "--text", " the cat sat", name="heads.PNG"
     )
     assert "resampled from 44,100 to 16,000" in err and "1.5 s; truncated to the first 1 s" in err
-    assert record["inputs"] == "1.5 s of sound and 6 tokens" and path.read_bytes().startswith(PNG)
+    assert record["inputs"] == "1.5 s of audio and 6 tokens" and path.read_bytes().startswith(PNG)
 
 
 # -- Images -------------------------------------------------------------------------------------------------
@@ -197,19 +197,19 @@ def test_an_image_among_the_tokens_of_a_language_model(look, models, tmp_path):
     ("model", "arguments", "message"),
     [
         ("llama", ["--text", "a", "--image", "picture.png"], "LlamaForCausalLM, which does not read images"),
-        ("llama", ["--text", "a", "--audio", "talk.wav"], "LlamaForCausalLM, which does not read sound"),
+        ("llama", ["--text", "a", "--audio", "talk.wav"], "LlamaForCausalLM, which does not read audio"),
         ("llama", ["--text", "a", "--generate", "64"], "1 tokens and 64 to generate; expected at most 64 in total"),
-        ("llama", [], "no text, image or sound; expected --text, --file, --image or --audio"),
+        ("llama", [], "no text, image or audio; expected --text, --file, --image or --audio"),
         ("vit", ["--image", "."], "image='.', which cannot be read (Is a directory)"),
         ("vit", ["--text", "a", "--image", "picture.png"], "which does not read text together with an image"),
         ("vit", ["--image", "picture.png", "--generate", "3"], "which does not generate text"),
-        ("vit", ["--image", "picture.png", "--audio", "talk.wav"], "an image and sound; expected at most one"),
+        ("vit", ["--image", "picture.png", "--audio", "talk.wav"], "an image and audio; expected at most one"),
         ("vit", ["--image", "talk.wav"], "'talk.wav', which cannot be read"),
         ("vit", ["--image", "nowhere.png"], "(No such file or directory)"),
         ("clip", ["--text", "a", "--image", "picture.png"], "no attention connects the encoders"),
         ("whisper", ["--audio", "picture.png"], "file does not start with RIFF id"),
         ("whisper", ["--audio", "nowhere.wav"], "No such file or directory"),
-        ("whisper", ["--audio", "talk.wav", "-t", "a", "--generate", "3"], "a transcript of the sound and --generate"),
+        ("whisper", ["--audio", "talk.wav", "-t", "a", "--generate", "3"], "a transcript of the audio and --generate"),
         ("t5", ["--text", "a", "--generate", "0"], "Invalid value for '--generate'"),
     ],
 )  # fmt: skip
@@ -223,7 +223,7 @@ def test_usage_errors_are_one_line(look, models, monkeypatch, model, arguments, 
 
 def test_a_page_is_not_named_as_another_format(look):
     _, err, path = look("llama", "--text", "a", name="heads.JPG", code=2)
-    assert "expected a file name that ends in .html for a page, or in .png for a picture" in err
+    assert "expected a file name that ends in .html for a page, or in .png for an image" in err
     assert "heads.png" in err and not path.exists()
 
 
@@ -242,7 +242,7 @@ def test_too_many_heads_for_a_picture(look, models, monkeypatch):
 
     monkeypatch.setattr(look_command, "MAX_HEADS", 7)
     _, err, _ = look("llama", "--text", "the cat", name="a.png", code=2)
-    assert "a picture of 8 heads; expected from 1 to 7. Choose layers" in err
+    assert "an image of 8 heads; expected from 1 to 7. Choose layers" in err
     record, _, path = look("llama", "--text", "the cat", "--layers", "*.0.*", name="a.png")
     assert record["layers"] == 1 and path.read_bytes().startswith(PNG)
 
@@ -257,7 +257,7 @@ def test_hostile_file_names_are_only_names(run, models, tmp_path, capsys):
     sound.write_bytes((models / "talk.wav").read_bytes())
     done = run_process("look", folder, f"--audio={sound}", "--generate", 3, f"--output={page}", timeout=400)
     assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout + done.stderr and "0.7 s of sound" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr and "0.7 s of audio" in done.stderr
     scripts = Scripts(page.read_text(encoding="utf-8"))
     assert scripts.handlers == [] and "img" not in scripts.tags
     capsys.readouterr()

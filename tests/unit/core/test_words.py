@@ -39,7 +39,7 @@ def convert_with_gradient():
 ERRORS = {
     "A[index]: received an index with a result of shape (60000, 59999) that would take 14,399,760,000 bytes; expected "
     "at most 268,435,456 bytes. Select fewer rows, or call A.lazy[index] for a lazy part of the matrix, A.coarsen(512) "
-    "for a picture, or A.to_dense() to store the whole matrix.": take_too_much,
+    "for a heat map, or A.to_dense() to store the whole matrix.": take_too_much,
     "dense: received array as nested lists of different lengths; expected rows of equal length. Pad the shorter ones, "
     "and mask the padding with padding(lengths).": lambda: dense([[1, 0], [1]]),
     "measure: received int 3; expected measures such as Entropy() or TopK(8). To write a measure, subclass "
@@ -63,36 +63,34 @@ ERRORS = {
     "Wrap it: regard.score_mods.bias(array).": (lambda: attention(EYE, EYE, score_mod=3)),
     "attention: received sink as an array of <U1 with shape (1,); expected real numbers. Convert it first: "
     "sink.astype(float).": lambda: attention(EYE, EYE, sink=["a"]),
-    "page: received 2 tokens; expected 3, one for each key. tokens label the keys. If the queries are other tokens, "
-    "pass query_tokens.": lambda: A.page(["a", "b"]),
-    "page: received 4 query_tokens; expected 3, one for each query. tokens label the keys. If the queries are other "
-    "tokens, pass query_tokens.": lambda: A.page(query_tokens=list("abcd")),
+    "page: received 2 tokens; expected 3, one for each key. tokens label the keys. If the queries are different "
+    "tokens, also pass query_tokens.": lambda: A.page(["a", "b"]),
+    "page: received 4 query_tokens; expected 3, one for each query. tokens label the keys. If the queries are "
+    "different tokens, also pass query_tokens.": lambda: A.page(query_tokens=list("abcd")),
     "page: received 0 queries and 3 keys; expected at least one of each. An empty matrix has nothing to show.": (
         lambda: attention(EYE[:0], EYE).page()
     ),
     "page: received bias(<array of shape (3, 3)>), 9 numbers; expected at most 8 in a page. Select fewer rows with "
     "A.lazy[..., rows, :], or use relative_bias or alibi.": too_large_a_bias,
     "A.mT @ x: received x of shape (4, 2); expected (…, q_len 3, width) for a matrix of (q_len 3, kv_len 3). The "
-    "second-to-last axis counts the queries.": lambda: A.mT @ np.ones((4, 2)),
+    "second-to-last axis must have one entry for each query.": lambda: A.mT @ np.ones((4, 2)),
     "between: received keys with position -4; expected positions from 0 to 2, or from −3 to −1 from the end. Queries "
     "are rows of the matrix, keys are columns.": lambda: attention(EYE, EYE, mask=between(keys=-4)),
     "between: received queries as str 'a'; expected an integer, a slice, or a list of integers. For example "
     "regard.masks.between(queries=slice(8, None), keys=[0, 1]).": lambda: between(queries="a"),
-    "mask & other: received int 3; expected another mask. Wrap a boolean array, True = attend, as "
+    "mask & other: received int 3; expected another mask. Wrap a boolean array (True = attend): "
     "regard.masks.dense(array).": lambda: causal() & 3,
     "document: received [1, 2]; expected one id for each token. Pass a list of ids.": lambda: document(
         [1, 2], 3
     ),
     'dense: received true_means=\'x\'; expected "attend" or "ignore". Pass true_means="ignore" for an '
     'nn.MultiheadAttention mask, "attend" for an SDPA mask.': lambda: dense(EYE, true_means="x"),
-    "prefix: received -1; expected whole numbers, 0 or more. Sizes and lengths count tokens.": lambda: prefix(
-        -1
-    ),
-    "document: received 0.5; expected whole numbers. Number the documents: 0, 1, 2, …": lambda: document(0.5),
+    "prefix: received -1; expected integers, 0 or more. Sizes and lengths count tokens.": lambda: prefix(-1),
+    "document: received 0.5; expected integers. Number the documents: 0, 1, 2, …": lambda: document(0.5),
     "padding: received a length of 4 for kv_len 3; expected lengths from 0 to 3. Lengths count the real keys of each "
     "batch entry, without the padding.": lambda: attention(EYE, EYE, mask=padding(4)),
     "A @ value: received value of shape (4,); expected (…, kv_len 3, width) for a matrix of (q_len 3, kv_len 3). The "
-    "second-to-last axis counts the keys.": lambda: A @ np.ones(4),
+    "second-to-last axis must have one entry for each key.": lambda: A @ np.ones(4),
     "torch.as_tensor(A): received a matrix that requires a gradient; expected a matrix without gradients. Call "
     "A.to_dense() to keep the gradient, or convert under torch.no_grad() to drop it.": convert_with_gradient,
 }

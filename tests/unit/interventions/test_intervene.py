@@ -671,7 +671,7 @@ def test_wrong_arguments(make, error, message):
 
 
 def test_texts_without_tokens_and_sources_without_values(model, x):
-    with pytest.raises(regard.ArgumentError, match="tokens in which to look up the text"):
+    with pytest.raises(regard.ArgumentError, match="tokens, to look up the text"):
         run(model, x, knockout(keys="cat"))
     with pytest.raises(regard.ArgumentError, match="one of the tokens"):
         run(model, x, knockout(keys="dog"), tokens=TOKENS)

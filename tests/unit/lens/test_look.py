@@ -108,7 +108,7 @@ def test_inputs_of_an_encoder_and_a_decoder():
 def test_wrong_calls_say_what_to_pass():
     model = TINY["Llama"].build()
     for call, error, match in [
-        (lambda: regard.look(model), ArgumentError, "no text, image, sound or inputs"),
+        (lambda: regard.look(model), ArgumentError, "no text, image, audio or inputs"),
         (
             lambda: regard.look(model, TEXT, inputs=torch.ones(1, 3)),
             ArgumentError,
@@ -119,7 +119,7 @@ def test_wrong_calls_say_what_to_pass():
         (
             lambda: regard.look(model, TEXT, audio="a.wav", generate=3),
             ArgumentError,
-            "a transcript of the sound",
+            "a transcript of the audio",
         ),
     ]:
         with pytest.raises(error, match=match):

@@ -373,7 +373,7 @@ def test_without_a_network_a_name_on_the_hub_is_rejected_at_once(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     message = error_message("no-such-owner/no-such-model")
     assert "not cached, and the Hub is unreachable" in message
-    assert "Download it once with a network, or pass a folder" in message
+    assert "Download it once while online, or pass a folder" in message
 
 
 def test_a_name_on_the_hub_is_loaded_from_the_cache(folder, tmp_path, monkeypatch):
@@ -392,4 +392,4 @@ def test_a_name_on_the_hub_is_loaded_from_the_cache(folder, tmp_path, monkeypatc
     weights.with_name("pytorch_model.bin").unlink()
     message = error_message("owner/llama")
     assert "received 'owner/llama' (its weights are not cached, and the Hub is unreachable)" in message
-    assert "Download it once with a network" in message
+    assert "Download it once while online" in message

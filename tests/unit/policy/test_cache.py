@@ -305,7 +305,7 @@ def test_wrong_policies_and_models_are_refused():
     model, tokens = build_model("Llama"), draw_tokens(1, 4)
     with pytest.raises(ArgumentError, match="a policy of 1 layers for 2"):
         CachePolicy([[4, 4]], [[0, 0]], ["a"]).cache(model)
-    with pytest.raises(ArgumentTypeError, match="a model of transformers"):
+    with pytest.raises(ArgumentTypeError, match="a transformers model"):
         make_policy(model).cache(torch.nn.Linear(2, 2))
     with torch.no_grad(), pytest.raises(ArgumentError, match="keys of 2 heads"):
         model(tokens, past_key_values=CachePolicy([[4] * 3] * 2, [[0] * 3] * 2, ["a", "b"]).cache(model))

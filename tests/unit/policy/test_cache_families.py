@@ -1,4 +1,4 @@
-"""Every family of the guide's table is served, with the outputs of the masks, or refused by name."""
+"""Every family of the guide's table is served, with the outputs of the masks, or rejected by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def build(config_class: Any) -> Any:
 
 
 def test_the_table_is_read():
-    assert FAMILIES["llama"] == "served" and FAMILIES["falcon"] == "refused" and len(FAMILIES) > 100
+    assert FAMILIES["llama"] == "served" and FAMILIES["falcon"] == "rejected" and len(FAMILIES) > 100
     assert {family for family, result in FAMILIES.items() if result == "served"} == TESTED_CACHES
 
 
@@ -79,7 +79,7 @@ def test_family(family):
     model = build(config_class)
     tokens = torch.randint(3, 90, (2, sum(CHUNKS)), generator=torch.Generator().manual_seed(0))
     config = model.config.get_text_config(decoder=True)
-    if FAMILIES[family] == "refused":
+    if FAMILIES[family] == "rejected":
         shape = (getattr(config, "num_hidden_layers", 2), getattr(config, "num_attention_heads", 4))
         policy = CachePolicy(
             np.full(shape, 3), np.ones(shape, int), [str(layer) for layer in range(shape[0])]
@@ -95,7 +95,7 @@ def test_family(family):
     random, shape = np.random.default_rng(0), (len(recording), kv_heads)
     windows, sinks = random.choice([FULL, 2, 3, 5], shape), random.choice([0, 1, 3], shape)
     policy = CachePolicy(windows, sinks, list(recording), {"num_heads": heads})
-    if FAMILIES[family] == "refused in the first forward pass":
+    if FAMILIES[family] == "rejected in the first forward pass":
         with pytest.raises(ArgumentError, match=type(model).__name__):
             run_cached(model, policy.cache(model), tokens, CHUNKS)
         return

@@ -71,9 +71,9 @@ def test_a_saved_policy_is_read_back_equal(policy, tmp_path):
         ([[-2]], [[0]], ["a"], "a window of -2"),
         ([[1]], [[-1]], ["a"], "-1 sinks"),
         ([[1, 2]], [[1]], ["a"], "sinks of shape"),
-        ([[1.5]], [[1]], ["a"], "whole numbers"),
+        ([[1.5]], [[1]], ["a"], "integers"),
         ([[1], [1]], [[1], [1]], ["a"], "1 layers"),
-        ([[1], [1, 2]], [[1], [1]], ["a", "b"], "whole numbers"),
+        ([[1], [1, 2]], [[1], [1]], ["a", "b"], "integers"),
         ([[1]], [[1]], [3], "names of layers"),
     ],
 )
@@ -86,8 +86,8 @@ def test_invalid_policies_are_refused(windows, sinks, layers, words):
     ("about", "words"),
     [
         ({"num_heads": 3}, "3 query heads for 2 kv heads"),
-        ({"num_heads": 0}, "a num_heads that is not a positive whole number"),
-        ({"head_dim": "64"}, "a head_dim that is not a positive whole number"),
+        ({"num_heads": 0}, "a num_heads that is not a positive integer"),
+        ({"head_dim": "64"}, "a head_dim that is not a positive integer"),
         ({"bytes_per_number": 0.5}, "a bytes_per_number that is not"),
     ],
 )

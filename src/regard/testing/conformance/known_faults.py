@@ -237,7 +237,7 @@ FAULTS: tuple[Fault, ...] = (
         scale=lambda call: call.sizes["head_dim"] ** -0.5,
     ),
     _fault(
-        "scale 0 ignored", "A scale of 0 is replaced by the default.",
+        "scale 0 ignored", "A scale of 0 is replaced with the default.",
         "Test `scale is None`; `scale or default` treats 0 like None.",
         scale=lambda call: resolve_scale(call) if call.scale != 0 else call.sizes["head_dim"] ** -0.5,
     ),
@@ -391,7 +391,7 @@ FAULTS: tuple[Fault, ...] = (
         {"combine": lambda weights, live, value: weights @ value},
     ),
     _fault(
-        "live NaN lost", "A live NaN is replaced by a number.", "Replace only empty rows, not every NaN.",
+        "live NaN lost", "A live NaN is replaced with a number.", "Replace only empty rows, not every NaN.",
         {"finish": lambda output: np.nan_to_num(output, posinf=np.inf, neginf=-np.inf)},
         {"finish": np.nan_to_num},
         {"after_softmax": lambda call, weights, live, allowed: (np.nan_to_num(weights), live)},
