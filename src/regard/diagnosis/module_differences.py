@@ -369,7 +369,7 @@ def build_module_difference(difference: ModuleDifference, weights: str, layer: i
             )
         relation = describe_relation(pair.a.input, pair.b.input, pair.limit) if pair.reads_others else ""
         if relation:
-            message += f" It {relation}."
+            message += f" The input {relation}."
         span = "before it" if before is None else "between them"
         hint = f"Compare the code of {difference.module or 'the model'} {span}."
         if "different places" in relation:

@@ -271,7 +271,7 @@ class SurveyReport:
             measured |= ~np.isnan(within)
             words = f"at least {local} of the weight within {window} tokens, but not within a smaller window"
             add(f"local within {window}", within >= LOCAL_SHARE, words, "The threshold is ours.")
-        add("wide", measured, f"less than {local} in every window that some document is longer than")
+        add("wide", measured, f"less than {local} in every window shorter than some document")
         add("undetermined", unnamed.copy(), "no document is longer than a measured window")
         always = {rule.name for rule in RULES} | {"wide"}
         return [behaviour for behaviour in behaviours if behaviour.heads or behaviour.name in always]
@@ -320,7 +320,7 @@ class SurveyReport:
         local, measured = int((within >= LOCAL_SHARE).sum()), int((~np.isnan(within)).sum())
         return (
             f"{local:,} of {measured:,} heads have {format_share(LOCAL_SHARE)} of their weight within "
-            f"{WINDOWS[place]:,} tokens, over {longer:,} documents that are longer."
+            f"{WINDOWS[place]:,} tokens, measured on {longer:,} longer documents."
         )
 
     def page(self, title: str | None = None) -> Page:

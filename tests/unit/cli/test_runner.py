@@ -104,7 +104,7 @@ TEXT = ("--text", "abc")
         (["explain", "-q", "dog"], "a token that occurs once. Use a position (0–4) or one of: The, cat, sat, on, mat."),
         (["explain", "-q", "9"], "received index 9 for axis 0; expected -5 to 4"),
         (["explore", "code", "bad.json", "--causal"], "received 'bad.json'"),
-        (["explore", "code", "--causal"], "expected input that this page shows: no input but the built-in example"),
+        (["explore", "code", "--causal"], "expected input that this page shows: only the built-in example"),
         (["explore", "scaling", "--causal"], "received mask for scaling"),
         (["explore", "pipeline", "-o", "no/such/place.html"], "Create the folder first: mkdir -p no/such."),
         (["explore", "pipeline", "-o", "."], "-o '.' (Is a directory); expected a file"),
