@@ -189,9 +189,10 @@ def resolve_reduction(
     Returns:
         The axis, and whether it is kept with size 1.
     """
-    keep = any(keywords.get(name) not in (None, False) for name in ("keepdim", "keepdims"))
+    keep = False
     for name, value in keywords.items():
-        if name in ("keepdim", "keepdims"):
+        if name in ("keepdim", "keepdims") and isinstance(value, bool | np.bool_ | None):
+            keep = keep or bool(value)
             continue
         if name not in ("out", "dtype"):
             raise ArgumentTypeError(
@@ -260,7 +261,7 @@ def check_not_empty(shape: tuple[int, ...], operation: str) -> None:
             operation,
             received=f"a matrix of shape {shape}",
             expected="at least one entry",
-            hint="An empty matrix has no largest entry.",
+            hint="An empty matrix has no largest and no smallest entry.",
         )
 
 

@@ -32,7 +32,6 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # Arguments that people know from other attention functions, and what to write instead.
 _OTHER_ARGUMENTS = {
-    "value": "Multiply: regard.attention(query, key) @ value.",
     "is_causal": "Write mask=regard.causal().",
     "causal": "Write mask=regard.causal().",
     "attn_mask": "Write mask=regard.masks.dense(attn_mask) for booleans, True = attend, or "
@@ -59,13 +58,20 @@ def _hint_at_arguments(function: FunctionT) -> FunctionT:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        unknown = ["value"] if len(args) > 2 else [name for name in kwargs if name not in accepted]
+        unknown = [name for name in kwargs if name not in accepted]
+        if len(args) > 2:
+            unknown.insert(0, "mask" if isinstance(args[2], Mask) else "value")
         if unknown:
+            name = function.__name__
+            hints = _OTHER_ARGUMENTS | {
+                "value": f"Multiply: regard.{name}(query, key) @ value.",
+                "mask": "Pass it by name: mask=….",
+            }
             raise ArgumentTypeError(
-                function.__name__,
+                name,
                 received=f"the argument {unknown[0]}",
                 expected=", ".join(accepted),
-                hint=_OTHER_ARGUMENTS.get(unknown[0], "Only query and key are positional."),
+                hint=hints.get(unknown[0], f"help(regard.{name}) explains each of them."),
             )
         return function(*args, **kwargs)
 

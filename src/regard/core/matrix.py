@@ -12,7 +12,7 @@ from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from regard.core.arguments import (
     resolve_row,
 )
 from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
+from regard.core.lazy_operand import LazyOperand
 from regard.core.planner import (
     compute_measured_product,
     compute_measures,
@@ -37,6 +38,7 @@ from regard.core.planner import (
 )
 from regard.core.products import (
     DenseWeights,
+    Diagonal,
     LogSumExp,
     MinWeight,
     Product,
@@ -47,7 +49,6 @@ from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
 from regard.frame import as_index
 from regard.masks import Mask
-from regard.masks.kinds import IntParameter, WindowMask
 from regard.measures import (
     Coarse,
     Distance,
@@ -61,7 +62,7 @@ from regard.measures import (
     TopK,
     TopKResult,
 )
-from regard.problem import LARGE_SCORE, Problem, Spec, convert_arrays, detach
+from regard.problem import LARGE_SCORE, Problem, Spec, convert_arrays, detach, find_arrays
 from regard.render import text
 from regard.types import Align, Array, ArrayT, IntArray
 
@@ -93,7 +94,7 @@ class PartSource(NamedTuple):
     rows: IntArray
 
 
-class AttentionMatrix(Generic[ArrayT]):
+class AttentionMatrix(LazyOperand, Generic[ArrayT]):
     """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
     `regard.attention` and `regard.linear_attention` return it. Only `to_dense()` stores anything of size q_len ×
@@ -118,9 +119,6 @@ class AttentionMatrix(Generic[ArrayT]):
     >>> A.entropy().round(4)
     array([1.5598, 1.459 , 1.585 , 1.5601, 1.6039])
     """
-
-    # NumPy then calls __rmatmul__ for `array @ A`, and refuses other ufuncs instead of storing the matrix.
-    __array_ufunc__ = None
 
     def __init__(
         self, spec: Spec, problem: Problem | None = None, stats: SoftmaxStats | None = None,
@@ -195,7 +193,9 @@ class AttentionMatrix(Generic[ArrayT]):
     @property
     def requires_grad(self) -> bool:
         """Whether the weights depend on a tensor that requires a gradient."""
-        return self._spec.engine.requires_grad(self.problem)
+        problem = self.problem
+        arrays = (problem.query, problem.key, *find_arrays(problem.sink, problem.mask, problem.score_mods))
+        return any(getattr(array, "requires_grad", False) for array in arrays)
 
     @property
     def nbytes(self) -> int:
@@ -240,8 +240,7 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def detach(self) -> AttentionMatrix[ArrayT]:
         """Return a matrix without the autograd graph; it shares its arrays with this one."""
-        stats = self._get_stats()
-        return self._convert(detach, None if stats is None else SoftmaxStats(*map(detach, stats)))
+        return self._convert(detach, keep_stats=True)
 
     def to(self, *args: Any, **kwargs: Any) -> AttentionMatrix[ArrayT]:
         """Move the matrix to a device, or convert it to a dtype; gradients flow to the original tensors.
@@ -267,21 +266,38 @@ class AttentionMatrix(Generic[ArrayT]):
             is_whole = moved is not array and not array.is_floating_point()
             return moved.to(array.dtype) if is_whole else moved
 
+        target = self._spec.key[..., :0].to(*args, **kwargs).dtype
+        if not target.is_floating_point or target.itemsize < 2:
+            raise ArgumentTypeError(
+                "A.to",
+                received=f"{target}",
+                expected="a device, or a floating-point dtype of at least 16 bits",
+                hint="To round or convert the weights, use A.to_dense().to(dtype).",
+            )
         return self._convert(convert)
 
     def cpu(self) -> AttentionMatrix[ArrayT]:
         """Move the matrix to the CPU; a matrix of NumPy arrays is returned unchanged."""
         return self.to("cpu") if hasattr(self._spec.key, "is_floating_point") else self
 
-    def _convert(self, convert: Any, stats: SoftmaxStats | None = None) -> AttentionMatrix[ArrayT]:
+    def _convert(self, convert: Any, *, keep_stats: bool = False) -> AttentionMatrix[ArrayT]:
         """Return a matrix whose arrays were converted by a function."""
         self._require_all_keys("to(…)")
+        if self._source is not None:  # a part notices changes of the arrays of its whole matrix
+            whole, spec = self._source.whole._convert(convert, keep_stats=keep_stats), self._spec
+            spec = replace(spec, engine=whole._spec.engine, key=convert(spec.key))
+            return whole._take_part(spec, self._source.pairs, self._source.rows)
         spec = convert_arrays(self._spec, convert)
         engine = find_engine("attention", key=spec.key)
-        problem = None
-        if self._spec.query is None:  # a part of a matrix
-            problem = replace(convert_arrays(self.problem, convert), engine=engine)
-        return AttentionMatrix(replace(spec, engine=engine), problem, stats)
+        problem, stats = None, self._get_stats() if keep_stats else None
+        if self._spec.query is None:  # a copy of a part
+            problem = convert_arrays(self.problem, convert)
+            dtype = engine.working_dtype(problem.query, problem.key)
+            problem = replace(problem, engine=engine, dtype=dtype)
+        stats = None if stats is None else SoftmaxStats(*map(convert, stats))
+        converted: AttentionMatrix[ArrayT] = AttentionMatrix(replace(spec, engine=engine), problem, stats)
+        converted._forget_if_changed()  # from now on
+        return converted
 
     def __copy__(self) -> AttentionMatrix:
         copied = object.__new__(type(self))
@@ -444,24 +460,6 @@ class AttentionMatrix(Generic[ArrayT]):
             )
         return self.mT
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute `torch.matmul`; for another function of torch, raise an error with the call to make."""
-        name = getattr(function, "__name__", str(function))
-        if name.strip("_") in ("matmul", "rmatmul", "mm", "bmm", "mv") and len(args) == 2 and not kwargs:
-            left, right = args
-            return left @ right if isinstance(left, cls) else right.__rmatmul__(left)
-        raise ArgumentTypeError(
-            f"torch.{name}",
-            received="an attention matrix",
-            expected="a tensor",
-            hint=f"The matrix is lazy: use A.{name}(…)."
-            if hasattr(cls, name)
-            else "Use A @ value for a product, or pass A.to_dense(), which stores all weights.",
-        )
-
     @property
     def mT(self) -> TransposedMatrix[ArrayT]:  # noqa: N802 - NumPy's name for it
         """The transpose, for `A.mT @ x`.
@@ -588,10 +586,16 @@ class AttentionMatrix(Generic[ArrayT]):
         array([0.3125, 0.2505, 0.1915, 0.1539])
         """
         self._require_all_keys("diagonal(…)")
+        if isinstance(offset, bool) or not hasattr(offset, "__index__"):
+            raise ArgumentTypeError(
+                "diagonal",
+                received=describe_argument(offset),
+                expected="an integer",
+                hint="The diagonal is that of queries and keys; A.diagonal(-1) is that of the previous token.",
+            )
         q_len, kv_len = self.shape[-2:]
-        rows = slice(min(max(0, -offset), q_len), max(0, min(q_len, kv_len - offset)))
-        band = WindowMask(IntParameter(-offset), IntParameter(offset), "upper_left")
-        return self._spec.engine.cast(self.mass(band), self.dtype)[..., rows]
+        within = min(max(int(offset), -q_len), kv_len)
+        return self.measure(diagonal=Diagonal(within)).diagonal
 
     def topk(self, k: int) -> TopKResult[ArrayT]:
         """Find the k largest weights of each row and their keys, largest first; ties go to the lowest index.
@@ -768,6 +772,8 @@ class AttentionMatrix(Generic[ArrayT]):
 
         def multiply(factor: Any) -> Any:
             def product(array: Any) -> Any:
+                if np.iscomplexobj(array):
+                    return product(array.real) + 1j * product(array.imag)
                 operand = engine.xp.asarray(np.ascontiguousarray(array, dtype))
                 with engine.no_grad():
                     return engine.to_numpy(factor @ operand)
@@ -871,47 +877,13 @@ class AttentionMatrix(Generic[ArrayT]):
         check_one_head(self.shape, "page", "A[{}].page(tokens)")
         return build_head_map(self.problem, tokens, query_tokens, title)
 
-    # What only an array has: errors that name the call to make
-
-    def __bool__(self) -> bool:
-        self._refuse_array_use(
-            "bool(A)",
-            "an attention matrix",
-            "Compare a number, as in A.max() > 0.5, or test `A is not None`.",
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or self._refuse_operator("==", other)
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other and self._refuse_operator("!=", other)
-
-    __hash__ = object.__hash__
-
-    def __contains__(self, item: object) -> bool:
-        self._refuse_array_use(
-            "item in A", describe_argument(item), "To search all weights, write item in A.to_dense()."
-        )
-
     def __getattr__(self, name: str) -> Any:
         message = f"'AttentionMatrix' object has no attribute {name!r}"
-        if not name.startswith("_") and hasattr(type(self._spec.key), name):
+        if name in ("cuda", "float", "double", "half", "bfloat16"):
+            message += "; A.to(device or dtype) moves or converts the matrix"
+        elif not name.startswith("_") and hasattr(type(self._spec.key), name):
             message += f"; A.to_dense().{name} works on the stored weights"
         raise AttributeError(message)
-
-    def _refuse_operator(self, sign: str, other: object) -> NoReturn:
-        """Raise an error for an operator that works on every weight."""
-        self._refuse_array_use(
-            f"A {sign} other",
-            describe_argument(other),
-            f"A.to_dense() {sign} other compares or combines every weight.",
-        )
-
-    def _refuse_array_use(self, operation: str, received: str, hint: str) -> NoReturn:
-        """Raise an error for an operation that a lazy matrix does not have."""
-        raise ArgumentTypeError(
-            operation, received=received, expected="an operation that a lazy matrix supports", hint=hint
-        )
 
     def __repr__(self) -> str:
         small = self.ndim == 2 and 0 < math.prod(self.shape) and max(self.shape) <= MAX_PRINTED
@@ -1058,6 +1030,10 @@ class AttentionMatrix(Generic[ArrayT]):
 
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         """Compute A @ array, or A.mT @ array if `transposed`."""
+        if isinstance(array, AttentionMatrix):
+            array = array._convert_to_dense(operation)  # with its gradient
+        elif isinstance(array, TransposedMatrix):
+            array = array.mT._convert_to_dense(operation).swapaxes(-1, -2)
         problem = self.problem
         measure = Product.from_operand(array, self._spec, operation, transposed=transposed)
         fused = None if transposed else problem.product(measure.array, measure.pair_index)
@@ -1149,18 +1125,6 @@ class AttentionMatrix(Generic[ArrayT]):
 # Views that compute nothing by themselves
 
 
-def _refuse_by(sign: str) -> Any:
-    """Return a method that refuses an operator."""
-    return lambda self, other: self._refuse_operator(sign, other)
-
-
-for _name, _sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}.items():
-    setattr(AttentionMatrix, f"__{_name}__", _refuse_by(_sign))
-    setattr(AttentionMatrix, f"__r{_name}__", _refuse_by(_sign))
-for _name, _sign in {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
-    setattr(AttentionMatrix, f"__{_name}__", _refuse_by(_sign))
-
-
 class ScoresView(Generic[ArrayT]):
     """The scores of a matrix, indexed like the matrix."""
 
@@ -1205,7 +1169,7 @@ class LazyIndexer(Generic[ArrayT]):
         return self._matrix._view(resolved)
 
 
-class TransposedMatrix(Generic[ArrayT]):
+class TransposedMatrix(LazyOperand, Generic[ArrayT]):
     """The transpose of a matrix; its products sum over the queries."""
 
     def __init__(self, matrix: AttentionMatrix[ArrayT]) -> None:
@@ -1217,9 +1181,37 @@ class TransposedMatrix(Generic[ArrayT]):
         *leading, q_len, kv_len = self.mT.shape
         return (*leading, kv_len, q_len)
 
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.mT.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the weights."""
+        return self.mT.dtype
+
+    @property
+    def T(self) -> AttentionMatrix[ArrayT]:  # noqa: N802 - NumPy's name for it
+        """The matrix itself, if it has one head."""
+        self.mT.T  # noqa: B018 - raises if it has several
+        return self.mT
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Convert to a NumPy array of at most 256 MiB."""
+        return self.mT.__array__(dtype, copy).swapaxes(-1, -2)
+
     def __matmul__(self, x: Array) -> ArrayT:
         """Multiply by x of shape (…, heads, q_len, width) or (q_len,): (…, heads, kv_len, width) or (…, kv_len)."""
         return self.mT._product(x, "A.mT @ x", transposed=True)
+
+    def __rmatmul__(self, x: Array) -> ArrayT:
+        """Multiply (…, heads, width, kv_len) or (kv_len,) by the transpose."""
+        x = self.mT.problem.engine.as_float(x, "x @ A.mT", "x")
+        return self.mT @ x if x.ndim == 1 else (self.mT @ x.swapaxes(-1, -2)).swapaxes(-1, -2)
 
     def __getitem__(self, index: Any) -> Any:
         """Return weights, equal to `A.mT.to_dense()[index]`; see `AttentionMatrix.__getitem__`."""

@@ -75,6 +75,27 @@ class SelectedScores(SelectedWeights):
 
 
 @dataclass(frozen=True)
+class Diagonal(BoundMeasure):
+    """The weights of row r at column r + offset, for all rows that have this column: (…, entries)."""
+
+    offset: int
+    reads_scores: ClassVar[bool] = False
+
+    def init(self, shape: tuple[int, int, int], xp: Namespace) -> Any:
+        first, after = max(0, -self.offset), min(shape[1], shape[2] - self.offset)
+        return xp.zeros((shape[0], max(0, after - first)), dtype=self.problem.dtype)
+
+    def step(self, state: Any, weights: Array, _: Any, q_idx: Array, kv_idx: Array, xp: Namespace) -> Any:
+        rows, columns = as_slice(q_idx), as_slice(kv_idx)
+        start = max(rows.start, columns.start - self.offset)
+        chosen = np.arange(start, max(start, min(rows.stop, columns.stop - self.offset)))
+        if len(chosen):
+            inside = xp.asarray(chosen - rows.start), xp.asarray(chosen + self.offset - columns.start)
+            state[:, xp.asarray(chosen - max(0, -self.offset))] = weights[:, inside[0], inside[1]]
+        return state
+
+
+@dataclass(frozen=True)
 class MinWeight(BoundMeasure):
     """The smallest weight of each row (axis −1) or column (−2): (…, q_len) or (…, kv_len)."""
 

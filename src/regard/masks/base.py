@@ -234,6 +234,10 @@ class Mask:
     def __or__(self, other: object) -> Mask:
         return _combine(OrMask, self, other, "|")
 
+    # An array or a function on the left is refused like one on the right.
+    __rand__, __ror__ = __and__, __or__
+    __array_ufunc__ = None
+
     def __invert__(self) -> Mask:
         return NotMask((self,))
 
@@ -253,7 +257,9 @@ def _combine(kind: type[AndMask] | type[OrMask], left: Mask, right: object, sign
             f"mask {sign} other",
             received=describe_argument(right),
             expected="another mask",
-            hint="Wrap a boolean array (True = attend): regard.masks.dense(array).",
+            hint="Wrap a function of the indices: regard.mask(function)."
+            if callable(right)
+            else "Wrap a boolean array (True = attend): regard.masks.dense(array).",
         )
     parts: list[Mask] = []
     for mask in (left, right):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -577,6 +578,9 @@ def mask(function: MaskFunction) -> Mask:
     `and`, `or` and `not`. All blocks are evaluated, because nothing is known about them in advance. To skip blocks,
     combine the function with a named mask: `causal() & mask(function)` skips every block above the diagonal.
 
+    Arrays that the function reads are its own business: the matrix does not notice if they change, and does not copy or
+    move them. `to_dense` of the mask calls the function with NumPy arrays. A lambda cannot be pickled.
+
     Args:
         function: Called as `function(b, h, q_idx, kv_idx)`, with integer arrays that broadcast: the index in the batch
             and of the head, (pairs, 1, 1), the query (1, rows, 1) and the key (1, 1, columns). If query and key are
@@ -618,9 +622,9 @@ class FunctionMask(Mask):
         batch, head = np.divmod(frame.selected, frame.leading_shape[-1] if frame.leading_shape else 1)
         indices = (batch[:, None, None], head[:, None, None], q_idx[None, :, None], kv_idx[None, None, :])
         try:
-            allowed = self.function(*(xp.asarray(index) for index in indices))
-        except (ValueError, RuntimeError) as error:
-            if "truth value" not in str(error) and "Boolean value" not in str(error):
+            allowed = self.function(*(xp.asarray(index.copy()) for index in indices))  # it may change them
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not re.search("truth value|Boolean value|scalar|one element", str(error)):
                 raise
             raise ArgumentTypeError(
                 "mask",

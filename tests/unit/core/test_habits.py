@@ -238,3 +238,119 @@ def test_a_watch_that_was_not_entered_names_the_block():
             getattr(watching, name)
         assert name != "heads" or "with regard.watch(model) as recording" in str(raised.value)
     assert not hasattr(watching, "nonsense")
+
+
+# -- Parts, changes in place, and operands ----------------------------------------------------------------
+
+ROWS = [slice(3, 6), [4, 1, 2], [2], [0, 0, 1], slice(None, None, -1)]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize("offset", [-2, 0, 1, 3])
+def test_the_diagonal_of_some_rows(rows, offset):
+    for A in (regard.attention(QUERY[0, 0], KEY[0, 0]), regard.linear_attention(QUERY[0, 0], KEY[0, 0])):
+        part = A.lazy[rows]
+        np.testing.assert_allclose(part.diagonal(offset), part.to_dense().diagonal(offset), rtol=1e-12)
+
+
+@pytest.mark.parametrize("offset", [1.5, "a", None, True])
+def test_an_offset_is_a_whole_number(offset):
+    with pytest.raises(regard.ArgumentTypeError):
+        A.diagonal(offset)
+    assert A.diagonal(10**30).shape == A.diagonal(-(10**30)).shape == (0,)
+
+
+@pytest.mark.parametrize("mask", [None, regard.causal(align="lower_right")], ids=str)
+def test_gradients_of_a_diagonal_and_of_a_matrix_as_operand(mask):
+    torch = pytest.importorskip("torch")
+    query, key = (torch.tensor(x[0, 0, :7], requires_grad=True) for x in (QUERY, KEY))
+    allowed = torch.tensor(np.ones((7, 7), bool) if mask is None else mask.to_dense(7, 7))
+    eager = (query @ key.T / 2).masked_fill(~allowed, -torch.inf).softmax(-1)
+    G = regard.attention(query, key, mask=mask)
+    for lazy, stored in (
+        (G.diagonal(-1), eager.diagonal(-1)),
+        (G @ G, eager @ eager),
+        (G @ G.mT, eager @ eager.T),
+        (G.mT @ G, eager.T @ eager),
+        (torch.matmul(G, G), eager @ eager),
+        (query.mT @ G.mT.mT, query.mT @ eager),
+        (query.mT @ G.mT, query.mT @ eager.T),
+    ):
+        expected = torch.autograd.grad(stored.square().sum(), (query, key), retain_graph=True)
+        found = torch.autograd.grad(lazy.square().sum(), (query, key), retain_graph=True)
+        torch.testing.assert_close(lazy, stored)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("convert", ["detach", "cpu", "to"])
+@pytest.mark.parametrize("part", [False, True])
+def test_what_shares_its_arrays_notices_changes_in_place(convert, part):
+    torch = pytest.importorskip("torch")
+    query, key = torch.tensor(QUERY), torch.tensor(KEY)
+    A = regard.attention(query, key)
+    A = A[0, 1] if part else A
+    before = A.lse.clone()
+    B = getattr(A, convert)(*(["cpu"] if convert == "to" else []))
+    torch.testing.assert_close(B.lse, before)
+    query.mul_(3)
+    expected = (query @ key.mT / 2).logsumexp(-1)
+    torch.testing.assert_close(B.lse, expected[0, 1] if part else expected)
+    C = getattr(A, convert)(*(["cpu"] if convert == "to" else []))  # no result was read before the change
+    query.mul_(2)
+    torch.testing.assert_close(C.entropy(), regard.attention(query, key)[(0, 1) if part else ...].entropy())
+
+
+def test_dtypes_of_parts_and_dtypes_that_are_refused():
+    torch = pytest.importorskip("torch")
+    A = regard.attention(*(torch.tensor(x, dtype=torch.float32) for x in (QUERY, KEY)))
+    for matrix in (A, A[0, 1], A[0, 1].copy(), A.lazy[0, :, 2:4]):
+        wide = matrix.to(torch.float64)
+        assert wide.dtype == wide.to_dense().dtype == torch.float64
+        torch.testing.assert_close(wide.to_dense().float(), matrix.to_dense())
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(regard.ArgumentTypeError, match="floating-point"):
+            A.to(dtype)
+    leaf = torch.tensor(QUERY, requires_grad=True)
+    with torch.no_grad():
+        assert regard.attention(leaf, torch.tensor(KEY)).requires_grad
+
+
+def test_a_mask_function_may_change_its_indices():
+    def change(b, h, q_idx, kv_idx):
+        q_idx += 1
+        kv_idx *= 2
+        return q_idx >= kv_idx
+
+    A = regard.attention(QUERY, KEY, mask=regard.mask(change))
+    expected = np.arange(7)[:, None] + 1 >= 2 * np.arange(11)
+    for _ in range(2):
+        np.testing.assert_array_equal(A.to_dense()[0, 0] > 0, expected)
+        np.testing.assert_array_equal(A.received() > 0, np.broadcast_to(expected.any(0), (2, 3, 11)))
+
+
+def test_the_transpose_is_no_array_either():
+    A = regard.attention(q, k)
+    np.testing.assert_allclose(np.asarray(A.T), A.to_dense().T)
+    np.testing.assert_allclose(np.matmul(A, v), A @ v)
+    np.testing.assert_allclose(np.matmul(np.ones(11), A.T), A @ np.ones(11))
+    np.testing.assert_allclose(A @ A.T, A.to_dense() @ A.to_dense().T)
+    assert A.T.T is A and A.T.ndim == 2 and A.T.dtype == A.dtype and len(A.T) == 11
+    for call in (
+        lambda: bool(A.T),
+        lambda: A.T == 0,
+        lambda: np.exp(A),
+        lambda: 0.5 in A.T,
+        lambda: -A,
+        lambda: abs(A.T),
+    ):
+        with pytest.raises(regard.ArgumentTypeError, match=r"to_dense|A\.max"):
+            call()
+    with pytest.raises(regard.ArgumentTypeError, match=r"other - A\.to_dense\(\)"):
+        np.ones((7, 11)).tolist() - A
+
+
+def test_complex_operands_of_a_linear_operator():
+    pytest.importorskip("scipy")
+    operator = A.as_linear_operator()
+    x = v[:, 0] + 1j * v[:, 1]
+    np.testing.assert_allclose(operator @ x, A.to_dense() @ x)
