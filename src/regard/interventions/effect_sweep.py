@@ -30,12 +30,20 @@ from regard.interventions.edits import (
 )
 from regard.interventions.intervene import find_layers, find_output, intervene, is_edited
 from regard.interventions.layer_edits import compute_mean_output
-from regard.interventions.model_runs import LogitDifference, Metric, copy_cache, find_tolerance, record_run
+from regard.interventions.model_runs import (
+    LogitDifference,
+    Metric,
+    check_metric,
+    copy_cache,
+    find_tolerance,
+    record_run,
+)
 from regard.interventions.placement import select_entries
 from regard.lens.recording import Recording
 from regard.lens.table import Table
 from regard.lens.token_rows import as_token_lists
-from regard.lens.watch import Watch
+from regard.lens.watch import Watch, check_model
+from regard.models.loaded_model import call_model
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 from regard.validation import check_count
@@ -106,6 +114,8 @@ def effects(
     check_count(
         batch_size, 1, None, "effects", "batch_size", "", "It is the number of edits that run at once."
     )
+    check_model(model, "effects")
+    check_metric(metric, "effects")
     sweep = _Sweep(model, inputs, metric, tokens)
     with torch.no_grad():
         clean = sweep.run_clean()
@@ -289,7 +299,7 @@ class _Sweep:
             name: _repeat_batch(value, self._batch, copies)
             for name, value in copy_cache(self._kwargs, "effects").items()
         }
-        return self._metric(self._model(*args, **kwargs))
+        return self._metric(call_model(self._model, "effects", args, kwargs))
 
     def _are_independent(self, clean: Tensor) -> bool:
         """Return whether the metric of a copy of the inputs stays if another copy is ablated."""

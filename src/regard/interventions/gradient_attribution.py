@@ -23,12 +23,12 @@ from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.interventions.edits import Edit, as_edits
 from regard.interventions.intervene import Intervention, find_output
 from regard.interventions.layer_edits import BoundEdit, LayerEdits, compute_mean_output
-from regard.interventions.model_runs import Metric, record_run, run_model
+from regard.interventions.model_runs import Metric, check_metric, record_run, run_model
 from regard.interventions.placement import Placement
 from regard.lens.head_table import as_numpy_per_head
 from regard.lens.recording import Recording
 from regard.lens.table import Table
-from regard.lens.watch import Watch
+from regard.lens.watch import Watch, check_model
 from regard.measures import Measure
 from regard.measures.base import as_slice, copy_with
 from regard.problem import Problem, broadcast_index
@@ -183,13 +183,8 @@ def attribution(
     >>> found.heads.columns
     ['module', 'layer', 'call', 'head', 'effect', 'output', 'attention']
     """
-    if not callable(metric):
-        raise ArgumentTypeError(
-            OPERATION,
-            received=f"metric as {describe_argument(metric)}",
-            expected="a function that maps the model's output to one number for each batch entry",
-            hint="For example metric=lambda output: output.logits[:, -1, answer].",
-        )
+    check_model(model, OPERATION)
+    check_metric(metric, OPERATION)
     check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
     check_count(steps, 1, None, OPERATION, "steps", "", "One step takes a single backward pass.")
     if not isinstance(baseline, Recording) and baseline not in ("zero", "mean"):

@@ -186,6 +186,10 @@ class Intervention(Watch):
     """
 
     binds_context = True
+    _operation = "intervene"
+    _use_recording = (
+        "Use run.recording: with regard.intervene(model, edits, record=True) as run: model(**inputs)."
+    )
 
     def __init__(self, model: nn.Module, bound: Sequence[BoundEdit], options: CaptureOptions | None) -> None:
         super().__init__(model, {name for name, _ in model.named_modules()}, options or CaptureOptions())

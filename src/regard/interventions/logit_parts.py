@@ -22,6 +22,7 @@ from regard.errors import ArgumentError, IndexOutOfRangeError
 from regard.interventions.model_runs import find_tolerance, record_run, run_model
 from regard.lens.recording import Recording
 from regard.lens.table import Table
+from regard.lens.watch import check_model
 
 Tensor = Any  # the types of torch are not followed
 OPERATION = "logit_attribution"
@@ -98,6 +99,7 @@ def logit_attribution(
     >>> len(found.heads), abs(sum(found.parts.column("logit")) - found.logit) < 1e-5
     (4, True)
     """
+    check_model(model, OPERATION)
     tokens = inputs
     if isinstance(inputs, Mapping):
         names = ("input_ids", "inputs_embeds", *inputs)

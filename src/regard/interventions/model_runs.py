@@ -14,6 +14,7 @@ from torch import nn
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.lens.recording import Recording
 from regard.lens.watch import watch
+from regard.models.loaded_model import call_model
 
 # Relative difference up to which runs agree, by the bytes of a number. Models of float64 have norms that compute in
 # float32.
@@ -67,14 +68,24 @@ def run_model(
     options: dict[str, Any] = {"use_cache": False, "logits_to_keep": num_logits}
     options = {name: option for name, option in options.items() if name in parameters and option is not None}
     if isinstance(inputs, torch.Tensor):
-        return model(prepare(inputs), **options)
-    return model(
-        **options | {name: prepare(value, name) for name, value in copy_cache(inputs, operation).items()}
-    )
+        return call_model(model, operation, [prepare(inputs)], options)
+    given = {name: prepare(value, name) for name, value in copy_cache(inputs, operation).items()}
+    return call_model(model, operation, [], options | given)
 
 
 Tensor = Any  # the types of torch are not followed
 Metric = Callable[[Any], Tensor]
+
+
+def check_metric(metric: Any, operation: str) -> None:
+    """Refuse a metric that is not a function."""
+    if not callable(metric):
+        raise ArgumentTypeError(
+            operation,
+            received=f"metric as {describe_argument(metric)}",
+            expected="a function that maps the model's output to one number for each batch entry",
+            hint="For example metric=lambda output: output.logits[:, -1, answer].",
+        )
 
 
 def record_run(model: nn.Module, run: Callable[[], Any], **options: Any) -> tuple[Any, Recording]:

@@ -14,7 +14,7 @@ from torch import nn
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.lens.recording import Recording
 from regard.lens.watch import watch
-from regard.models.loaded_model import LoadedModel, model_info, name_tokens
+from regard.models.loaded_model import LoadedModel, call_model, model_info, name_tokens
 from regard.models.loading import DEMO_MODEL, DEMO_TEXT, load
 from regard.models.model_inputs import (
     GeneratedText,
@@ -112,9 +112,9 @@ def look(
             of a tokenizer.
         image: An image to run the model on, as in `Recording.page`.
         audio: A WAV file to run the model on.
-        generate: Generate up to this many tokens, with greedy decoding.
+        generate: Generate up to this many tokens, with greedy decoding. Not with `inputs`.
         layers: Record only these modules: names or patterns with `*`, including their submodules. Default: all.
-        max_tokens: Truncate the text to this many tokens.
+        max_tokens: Truncate the text to this many tokens. Not with `inputs`.
         dtype: Dtype of the weights of a loaded model, as in `regard.models.load`.
         trust_remote_code: Run code that comes with a loaded model.
         tokenizer: Tokenizer or processor of a `torch.nn.Module`.
@@ -125,7 +125,7 @@ def look(
 
     Raises:
         ArgumentError: If there is no input for the model, or the model cannot be loaded or run.
-        ArgumentTypeError: If `model` or `text` has the wrong type.
+        ArgumentTypeError: If `model`, `text` or `inputs` has the wrong type, or the model has no such arguments.
         NotCapturedError: If no attention of the model can be captured.
 
     >>> import regard, torch
@@ -140,9 +140,10 @@ def look(
             expected="a string",
             hint="Pass tensors and mappings as inputs=: regard.look(model, inputs=inputs).",
         )
-    if model == DEMO_MODEL and inputs is None and text is None and image is None and audio is None:
-        text = DEMO_TEXT
-    if (inputs is None) == (text is None and image is None and audio is None):
+    has_media = text is not None or image is not None or audio is not None
+    if isinstance(model, str) and model == DEMO_MODEL and inputs is None and not has_media:
+        text, has_media = DEMO_TEXT, True
+    if (inputs is not None) == has_media:
         raise ArgumentError(
             "look",
             received="no text, image, audio or inputs"
@@ -150,6 +151,14 @@ def look(
             else "inputs together with a text, an image or audio",
             expected="a text, image= or audio=; or inputs=",
             hint='For a text: regard.look(model, "The cat sat on the mat").',
+        )
+    if inputs is not None and (generate is not None or max_tokens is not None):
+        raise ArgumentError(
+            "look",
+            received=f"inputs with {'max_tokens' if generate is None else 'generate'}",
+            expected="a text, image= or audio=, or inputs= alone, which run as they are",
+            hint="Truncate the inputs themselves, or watch the model generate: "
+            "with regard.watch(model) as recording: model.generate(**inputs).",
         )
     if text is not None and audio is not None and generate is not None:
         raise ArgumentError(
@@ -215,17 +224,23 @@ def _look_at_inputs(
     loaded: LoadedModel, inputs: Any, layers: str | Sequence[str] | None, title: str | None
 ) -> Page:
     """Build the page of a run on given inputs; a tokenizer names the tokens of their ids."""
+    if not isinstance(inputs, torch.Tensor | Mapping):
+        raise ArgumentTypeError(
+            "look",
+            received=f"inputs as {describe_argument(inputs)}",
+            expected="a tensor, or a mapping with the keyword arguments of the model",
+            hint='For token ids: inputs=torch.tensor([ids]). With a tokenizer: tokenizer(text, return_tensors="pt").',
+        )
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
     with torch.no_grad(), watch(loaded.model, layers=layers) as recording:
-        if isinstance(inputs, Mapping):
-            loaded.model(**inputs)
-        else:
-            loaded.model(inputs)
+        call_model(loaded.model, "look", args, kwargs)
 
     def name_ids(name: str) -> list[list[str]] | None:
         ids = inputs.get(name) if isinstance(inputs, Mapping) else inputs
-        if loaded.tokenizer is None or not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+        has_tokens = isinstance(ids, torch.Tensor) and not ids.is_floating_point() and ids.ndim in (1, 2)
+        if loaded.tokenizer is None or not has_tokens:
             return None
-        return [name_tokens(loaded.text_tokenizer, row) for row in ids.tolist()]
+        return [name_tokens(loaded.text_tokenizer, row) for row in torch.atleast_2d(ids).tolist()]
 
     two = isinstance(inputs, Mapping) and "decoder_input_ids" in inputs
     query_tokens = name_ids("decoder_input_ids") if two else None

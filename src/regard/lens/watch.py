@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -202,6 +202,10 @@ class Watch(Watcher):
     """
 
     _traces_modules = True  # with the values, for `compare`
+    _operation = "watch"
+    _use_recording = (  # hint of an error
+        "Run the model in the block, then use the recording: with regard.watch(model) as recording: model(**inputs)."
+    )
 
     def __init__(
         self,
@@ -230,13 +234,27 @@ class Watch(Watcher):
         self._ran_elsewhere = False  # whether the model ran in a context that the block does not concern
 
     def __getattr__(self, name: str) -> Any:
-        hint = (
-            f"Run the model inside the block, then use the recording: with regard.watch(model) as recording: "
-            f"model(**inputs). recording.{name} is available after the run."
-            if hasattr(Recording, name)
-            else "Use it as a context manager: with regard.watch(model) as recording."
+        hint = self._use_recording
+        if hasattr(Recording, name):
+            hint += f" recording.{name} is available after the run."
+        raise AttributeError(
+            f"{self._operation}: {name!r} is not an attribute of {type(self).__name__}. {hint}"
         )
-        raise AttributeError(f"watch: {name!r} is not an attribute of a watch. {hint}")
+
+    def _refuse_access(self, *_: Any) -> NoReturn:
+        """Raise the error of a watch that is used as if it were its recording."""
+        raise ArgumentTypeError(
+            self._operation,
+            received=f"{type(self).__name__} used as a recording",
+            expected="the recording itself",
+            hint=self._use_recording,
+        )
+
+    # Without these, Python would raise an error that does not name the recording.
+    __getitem__ = __iter__ = __contains__ = __len__ = _refuse_access
+
+    def __bool__(self) -> bool:  # which would call __len__
+        return True
 
     def __enter__(self) -> Recording:
         """Patch the attention functions and start recording."""
@@ -562,7 +580,7 @@ def check_model(model: Any, operation: str) -> None:
             operation,
             received=describe_argument(model),
             expected="a torch.nn.Module",
-            hint="Pass the model itself; for a pipeline, pass pipeline.model.",
+            hint="Pass the model itself: loaded.model of regard.models.load, or pipeline.model of a pipeline.",
         )
     for name, module in model.named_modules():
         where = f" at {name!r}" if name else ""

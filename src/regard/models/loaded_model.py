@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.optional_imports import import_optional, silence_transformers
 
 CHUNK_SIZE = 2048  # tokens of a chunk
@@ -222,6 +222,24 @@ def select_options(model: Any) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
     wanted = {"use_cache": False, "logits_to_keep": 1}
     return {name: value for name, value in wanted.items() if name in parameters}
+
+
+def call_model(model: Any, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a model; raise an error that names the arguments if its `forward` does not have them."""
+    try:
+        return model(*args, **kwargs)
+    except TypeError:
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as mismatch:
+            raise ArgumentTypeError(
+                operation,
+                received=f"inputs that {type(model).__name__}.forward does not accept: {mismatch}",
+                expected=f"its arguments: {', '.join(signature.parameters)}",
+                hint="Pass a mapping from the names of arguments to their values.",
+            ) from None
+        raise
 
 
 def model_info(model: Any, stored_dtype: Any = None) -> dict[str, Any]:

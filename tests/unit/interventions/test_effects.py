@@ -11,7 +11,16 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import regard  # noqa: E402
-from regard.interventions import ablate, effects, knockout, logit_difference, patch  # noqa: E402
+from regard.interventions import (  # noqa: E402
+    ablate,
+    attribution,
+    effects,
+    knockout,
+    logit_attribution,
+    logit_difference,
+    patch,
+)
+from regard.models import LoadedModel  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -287,6 +296,29 @@ def test_blocks_that_need_what_an_earlier_one_keeps_run_again():
 def test_batch_sizes_that_are_no_counts_are_refused(batch_size):
     with pytest.raises(regard.ArgumentError, match="batch_size"):
         effects(TINY["Llama"].build(), TINY["Llama"].inputs("none"), METRIC, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("measure", [effects, attribution, logit_attribution])
+def test_a_model_or_inputs_of_another_kind_are_refused_by_the_function_itself(measure):
+    metric = 7 if measure is logit_attribution else METRIC
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
+    loaded = LoadedModel("Llama", model)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    for subject, given, word in (
+        (loaded, inputs, "a LoadedModel"),
+        (layer, {"x": torch.ones(1, 3, 8)}, "TransformerEncoderLayer.forward does not accept"),
+    ):
+        with pytest.raises(regard.ArgumentTypeError) as refusal:
+            measure(subject, given, metric)
+        assert refusal.value.operation == measure.__name__ and word in refusal.value.received
+
+
+@pytest.mark.parametrize("measure", [effects, attribution])
+@pytest.mark.parametrize("metric", ["x", 3, None])
+def test_a_metric_that_is_not_a_function_is_refused(measure, metric):
+    with pytest.raises(regard.ArgumentTypeError) as refusal:
+        measure(TINY["Llama"].build(), TINY["Llama"].inputs("none"), metric)
+    assert refusal.value.operation == measure.__name__ and "metric as" in refusal.value.received
 
 
 def test_answers_that_do_not_fit_the_batch_are_refused():

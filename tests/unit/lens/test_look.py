@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,6 +16,7 @@ from regard import ArgumentError, ArgumentTypeError  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 TEXT = "a cat"
+IDS = torch.tensor([[3, 4, 5]])
 
 
 class Letters:
@@ -105,8 +107,26 @@ def test_inputs_of_an_encoder_and_a_decoder():
     )
 
 
+def test_ids_without_a_batch_have_tokens():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), layer).eval()
+    pages = [regard.look(model, inputs=ids, tokenizer=Letters()) for ids in (IDS[0], IDS)]
+    assert read_record(pages[0])["texts"] == read_record(pages[1])["texts"] == [list("cde")]
+
+
+def test_errors_of_the_model_itself_are_raised_unchanged():
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            return x + "a"
+
+    with pytest.raises(TypeError) as refusal:
+        regard.look(Broken(), inputs=IDS)
+    assert not isinstance(refusal.value, regard.RegardError)
+
+
 def test_wrong_calls_say_what_to_pass():
     model = TINY["Llama"].build()
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
     for call, error, match in [
         (lambda: regard.look(model), ArgumentError, "no text, image, audio or inputs"),
         (
@@ -116,6 +136,15 @@ def test_wrong_calls_say_what_to_pass():
         ),
         (lambda: regard.look(model, torch.ones(1, 3)), ArgumentTypeError, "inputs=inputs"),
         (lambda: regard.look(3, TEXT), ArgumentTypeError, "a name, a folder, or a torch.nn.Module"),
+        (lambda: regard.look(np.zeros(3), TEXT), ArgumentTypeError, "model as an array"),
+        (lambda: regard.look(np.zeros(3)), ArgumentError, "no text, image, audio or inputs"),
+        (lambda: regard.look(model, inputs=IDS, generate=3), ArgumentError, "inputs with generate"),
+        (lambda: regard.look(model, inputs=IDS, max_tokens=2), ArgumentError, "inputs with max_tokens"),
+        (lambda: regard.look(model, inputs=IDS.tolist()), ArgumentTypeError, "inputs as a list"),
+        (lambda: regard.look(model, inputs=(IDS,)), ArgumentTypeError, "inputs as a tuple"),
+        (lambda: regard.look(model, inputs=TEXT), ArgumentTypeError, "inputs as str"),
+        (lambda: regard.look(layer, inputs={"ids": IDS}), ArgumentTypeError, "'ids'|'src'"),
+        (lambda: regard.look(layer, inputs={0: IDS}), ArgumentTypeError, "src, src_mask"),
         (
             lambda: regard.look(model, TEXT, audio="a.wav", generate=3),
             ArgumentError,

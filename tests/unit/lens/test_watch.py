@@ -703,6 +703,16 @@ def test_wrong_arguments_are_rejected():
         regard.watch(stack(), keep="measures")
 
 
+@pytest.mark.parametrize("use", [lambda w: w["0"], len, iter, list, lambda w: "0" in w, lambda w: w.heads()])
+def test_a_watch_used_as_its_recording_names_the_recording(use):
+    watching = regard.watch(stack())
+    intervention = regard.intervene(stack(), regard.interventions.ablate())
+    for block, hint in ((watching, "as recording"), (intervention, "run.recording")):
+        with pytest.raises((ArgumentTypeError, AttributeError), match=hint):
+            use(block)
+        assert block  # its truth does not depend on a length
+
+
 def test_autocast_and_inference_mode():
     model = stack()
     with torch.autocast("cpu", torch.bfloat16):
