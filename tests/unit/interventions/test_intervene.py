@@ -638,7 +638,7 @@ def test_a_block_in_which_the_model_does_not_run_is_reported(model, x):
 @pytest.mark.parametrize("layers", [-1, [0, -2], np.int64(-1)])
 def test_negative_layers_are_refused_with_a_hint(layers):
     with pytest.raises(
-        regard.ArgumentError, match=r"layers with -\d; expected numbers from 0.*list\(recording\)\[-1\]"
+        regard.ArgumentError, match=r"layers with -\d; expected numbers from 0.*list\(recording\)"
     ):
         ablate(layers)
 
