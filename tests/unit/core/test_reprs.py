@@ -325,7 +325,7 @@ def test_of_many_weights_some_queries_are_shown(monkeypatch):
     layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
     with torch.no_grad(), regard.watch(layer) as recording:
         layer(torch.randn(1, 30, 16, generator=torch.Generator().manual_seed(3)))
-    assert "one query" in read(recording, "img").text
+    assert "evenly spaced queries" in read(recording, "img").text
     weights = recording["self_attn"].to_dense()[0, 0].double().numpy()[np.linspace(0, 29, 24).astype(int)]
     cell = np.arange(30) * 24 // 30
     largest = np.stack([weights[:, cell == b].max(1) for b in range(24)], 1)
