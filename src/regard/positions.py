@@ -71,7 +71,7 @@ def rope(
         The rotated vectors, with the shape and dtype of `x`. Integers become float64.
 
     Raises:
-        ArgumentError: If `x` is not of real numbers, has fewer than two axes or an odd head_dim, if `layout` is
+        ArgumentError: If `x` does not hold real numbers, has fewer than two axes or an odd head_dim, if `layout` is
             unknown, or if `positions` does not broadcast to (…, length).
 
     >>> import numpy as np, regard

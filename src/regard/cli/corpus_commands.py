@@ -99,7 +99,8 @@ def survey(
             "--measures",
             metavar="NAMES",
             help="Some of these, separated by commas: entropy; distance; first, the weight on the first token; "
-            "heavy, on the tokens that receive the most; copies, on earlier copies of a token. Default: all.",
+            "heavy, the weight on the tokens that receive the most; copies, the weight on earlier copies of a token. "
+            "Default: all.",
         ),
     ] = None,
     prompt_field: Annotated[

@@ -108,7 +108,7 @@ def profile(
     ] = 7,
     as_json: JsonOption = False,
 ) -> int:
-    """Time attention of a given size on this machine, with the kernel and peak memory of each variant.
+    """Time attention of a given size on this machine, and show the kernel and peak memory of each variant.
 
     The variants: PyTorch's kernel, regard's product, the product with four measures, and stored weights.
     """

@@ -232,9 +232,9 @@ def _resolve_axis(shape: tuple[int, ...], operation: str, axis: Any) -> int | No
         return int(resolved.pop())
     hint = f"The matrix has {ndim} axes."
     if resolved == {-2, -1} and operation != "argmax":
-        hint = f"Reduce one after the other: A.{operation}(axis=-1).{operation}(-1)."
+        hint = f"Reduce one axis after the other: A.{operation}(axis=-1).{operation}(-1)."
     elif resolved and resolved <= set(range(-ndim, 0)):
-        hint = f"A reduction over heads is a whole matrix: take A[..., rows, :].{operation}(axis), or coarsen first."
+        hint = f"The result would be a whole matrix: use A[..., rows, :].{operation}(axis), or coarsen first."
     raise ArgumentError(
         operation,
         received=f"axis={axis!r}",

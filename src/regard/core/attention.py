@@ -183,9 +183,9 @@ def linear_attention(
     The matrix has the same methods as the one `attention` returns. A score is log(φ(query) · φ(key)), so the lse is the
     logarithm of a row's sum. If a product is exactly 0, the key counts as masked.
 
-    `A @ value` needs time and memory proportional to the length if the mask is partial in few chunks of keys: no mask,
-    causal, windows, padding, contiguous documents. Only partial tiles are computed explicitly, and `A.kernel` gives
-    their number. Entries and measures run the block loop, as for `attention`.
+    `A @ value` needs time and memory proportional to the length if few chunks of keys are partially masked, as with
+    no mask, a causal mask, windows, padding or contiguous documents. Only partially masked tiles are computed
+    explicitly, and `A.kernel` gives their number. Entries and measures run the block loop, as for `attention`.
 
     Args:
         query: (…, heads, q_len, head_dim), or just (q_len, head_dim).

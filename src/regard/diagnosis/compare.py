@@ -199,7 +199,7 @@ def compare(
 ) -> Comparison:
     """Compare two runs: find the first difference, its kind and likely cause, and list all attention layers.
 
-    The runs may be of two models, a model and its port, two dtypes or library versions, or with and without a cache.
+    The runs may differ in the model (such as a port), the dtype, the library versions, or the use of a cache.
     `compare(model, port, inputs)` runs two models; recordings of runs are compared with `compare(recording_a,
     recording_b)`. Layers are matched by name, or in order if the names differ. Kinds of difference:
 
@@ -207,7 +207,7 @@ def compare(
     - vectors: "rotary positions", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
       "projection";
     - modules: "module", the first module with equal inputs and different outputs, or the code between two modules: a
-      norm, a feed-forward layer, an activation, the embedding, the head of the model;
+      norm, a feed-forward layer, an activation, the embedding, the output head;
     - "NaN or inf" in only one run, with the module where it began; reported before anything else;
     - data: "other tokens", "encoder states", "cache";
     - other: "output" (although everything before it agrees), "weights" (of a layer that computes its own softmax),

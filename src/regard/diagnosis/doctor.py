@@ -68,7 +68,7 @@ def doctor(
 
     A run of the model on the inputs is recorded, and `Recording.diagnose` checks the recording. If there is NaN or inf,
     only the module where it began is reported. Otherwise the model runs at most 60 more times on short sequences of the
-    same tokens: unchanged, with another last token, with two tokens swapped, padded on either side, with shifted
+    same tokens: unchanged, with a different last token, with two tokens swapped, padded on either side, with shifted
     positions, in pieces with a cache, padded and with a cache, in float32, and with the same token at every position to
     measure rotary embeddings. Queries, keys and outputs are compared with the linear layers around them. If outputs
     that should be equal differ, the first module that differs is named. No reference model is needed, because every
@@ -97,7 +97,7 @@ def doctor(
         skipped.
 
     Raises:
-        ArgumentTypeError: If `model` is not a module, or `inputs` neither a tensor nor a mapping.
+        ArgumentTypeError: If `model` is not a module, or `inputs` is neither a tensor nor a mapping.
 
     >>> import regard, torch
     >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)

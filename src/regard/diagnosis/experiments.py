@@ -736,7 +736,7 @@ def explain_not_finite(exam: Examination, origin: Origin, diagnosed: Findings) -
             hint = f"The largest number of this dtype is {torch.finfo(dtype).max:.3g}. Use bfloat16, or compute this "
             hint += "step in float32."
             if inside:
-                hint += " F.scaled_dot_product_attention does. Or scale the query before the product."
+                hint += " F.scaled_dot_product_attention computes it in float32. Or scale the query before the product."
     if inside and any(exam.recording.calls(name)[0].weights is not None for name in inside):
         evidence["unknown"] = "query and key, since the layer computes its own softmax"
     return Finding("NaN or inf", "error", message, origin.module, layer, evidence=evidence, hint=hint)

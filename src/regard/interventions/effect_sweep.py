@@ -101,7 +101,7 @@ def effects(
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.
-        ArgumentError: If the metric returns another shape, there is no such layer, or `batch_size` is not a positive
+        ArgumentError: If the metric returns the wrong shape, there is no such layer, or `batch_size` is not a positive
             integer.
 
     >>> import regard, torch

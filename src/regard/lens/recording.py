@@ -571,8 +571,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         Errors:
 
         - masks: weight on the future or on padding, fully masked tokens, an inverted mask, a mask of 0 and 1, a mask of
-          another batch entry, with the batch on the heads axis or without its diagonal, `is_causal` aligned to the
-          wrong corner, packed documents that attend to each other;
+          another batch entry, a mask with the batch on the heads axis, a mask without its diagonal, `is_causal`
+          aligned to the wrong corner, packed documents that attend to each other;
         - numbers: NaN or inf (and where they began), dropout in eval mode, a softmax over the queries;
         - positions and caches: positions that count padding or are not consecutive in cached steps, a cache that loses
           keys or values, a bias that grows with the distance;
@@ -587,12 +587,12 @@ class Recording(Mapping[str, AttentionMatrix]):
             tokens: Tokens of the sequence, (n,) or (batch, n). Without `attention_mask`, tokens such as "[PAD]" mark
                 the padding.
             attention_mask: The mask passed to the model, (batch, n), 1 = token, 0 = padding.
-            causal: True if no token may attend to later tokens, False if any may. By default, a layer should be causal
-                if its module says so (`is_causal`), or if most layers of its stack are.
+            causal: True if no token may attend to later tokens, False if any may. By default, a layer is expected to be
+                causal if its module says so (`is_causal`), or if most layers of its stack are.
 
         Returns:
-            Findings with severity, location, evidence and hint, and the checks that ran and that did not; `print` shows
-            them.
+            Findings with severity, location, evidence and hint, and lists of the checks that ran and the checks that
+            were skipped; `print` shows them.
 
         Raises:
             ArgumentError: If the shape of `attention_mask` matches no layer, or it has entries other than 0 and 1.

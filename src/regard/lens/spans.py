@@ -190,7 +190,7 @@ def _empty_span(operation: str, name: str, start: int, stop: int | None) -> Argu
 
 
 def _overlap(operation: str, name: str, other: str) -> ArgumentError:
-    which = f"span {name!r} twice" if name == other else f"spans {name!r} and {other!r}"
+    which = f"two ranges of span {name!r}" if name == other else f"spans {name!r} and {other!r}"
     return ArgumentError(
         operation,
         received=f"{which} that share tokens",

@@ -578,14 +578,14 @@ def mask(function: MaskFunction) -> Mask:
     `and`, `or` and `not`. All blocks are evaluated, because nothing is known about them in advance. To skip blocks,
     combine the function with a named mask: `causal() & mask(function)` skips every block above the diagonal.
 
-    Arrays that the function reads are its own business: the matrix does not notice if they change, and does not copy or
+    The matrix does not track arrays that the function reads: it does not notice if they change, and does not copy or
     move them. `to_dense` of the mask calls the function with NumPy arrays. A lambda cannot be pickled.
 
     Args:
-        function: Called as `function(b, h, q_idx, kv_idx)`, with integer arrays that broadcast: the index in the batch
-            and of the head, (pairs, 1, 1), the query (1, rows, 1) and the key (1, 1, columns). If query and key are
-            torch tensors, the indices are tensors on the same device. Returns booleans that broadcast to (pairs, rows,
-            columns).
+        function: Called as `function(b, h, q_idx, kv_idx)`, with integer arrays that broadcast: the indices of the
+            batch entry and the head, (pairs, 1, 1) each, of the query, (1, rows, 1), and of the key, (1, 1, columns).
+            If query and key are torch tensors, the indices are tensors on the same device. Returns booleans that
+            broadcast to (pairs, rows, columns).
 
     Returns:
         The mask. Two masks are equal if they have the same function.

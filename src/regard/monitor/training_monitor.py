@@ -60,7 +60,7 @@ class Monitor:
     - `first`: the mean weight on the first token; `first_max`: the largest.
     - `saturated`: the share of rows with a weight above 0.99.
     - `nonfinite`: number of rows with NaN or inf, which the other columns exclude; `rows`: number of all rows.
-    - With `measures`, the mean of each by its name, and `name_min` and `name_max`.
+    - With `measures`, three columns for each measure: its mean as `name`, its extremes as `name_min` and `name_max`.
 
     With torch.distributed, every process needs a monitor. They combine their numbers in each monitored step with one
     SUM and one MAX all-reduce; the process of rank 0 logs. Every head has one row: heads that tensor parallelism splits

@@ -279,8 +279,8 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ArgumentError(
                 "cache.crop",
                 received=str(tokens_to_remove),
-                expected="minus the number of tokens to remove",
-                hint=f"cache.crop({-tokens_to_remove})",
+                expected="the number of tokens to remove, as a negative number",
+                hint=f"Call cache.crop({-tokens_to_remove}).",
             )
         tokens = min(-tokens_to_remove, self._length)
         if not self.can_crop(tokens):

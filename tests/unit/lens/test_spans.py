@@ -258,7 +258,7 @@ def test_saved_recordings_know_their_prompt(tmp_path):
     ("spans", "error", "match"),
     [
         ({"a": (0, 4), "b": (3, 6)}, ArgumentError, "'a' and 'b' that share tokens"),
-        ({"a": [(0, 4), (3, 6)]}, ArgumentError, "'a' twice"),
+        ({"a": [(0, 4), (3, 6)]}, ArgumentError, "two ranges of span 'a'"),
         ({"a": (3, 3)}, ArgumentError, "empty"),
         ({"a": []}, ArgumentError, "empty"),
         ({"a": (-2, 3)}, IndexOutOfRangeError, "from 0"),

@@ -209,7 +209,7 @@ def test_crop_without_recording_is_refused_and_changes_nothing():
     run_cached(model, cache, tokens[:, 4:], [16])
     with pytest.raises(ArgumentError, match="activate_past_recording"):
         cache.crop(-2)
-    with pytest.raises(ArgumentError, match="minus the number"):
+    with pytest.raises(ArgumentError, match="as a negative number"):
         cache.crop(2)
     assert_equal(run_cached(model, cache, tokens[:, 20:], [9]), expected[:, 20:])
 
