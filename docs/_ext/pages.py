@@ -26,8 +26,9 @@ Every public name is listed, generated from the docstrings when the site is buil
 name that can be imported from `regard` itself is listed under its module with the shorter name.
 
 In signatures, `Array` is a NumPy array or a torch tensor, `ArrayT` is the type of the arrays that a matrix was made
-from, and `IntArray` is an array of integers; `Floats` and `Bools` are NumPy arrays. `Align` is `"upper_left"` or `"lower_right"`, a `Frame` holds the pairs and lengths of the matrix that a
-block belongs to, and `xp` is the array library as an array API namespace.
+from, and `IntArray` is an array of integers; `Floats` and `Bools` are NumPy arrays.
+`Align` is `"upper_left"` or `"lower_right"`, a `Frame` holds the pairs and lengths of the matrix that a block
+belongs to, and `xp` is the array library as an array API namespace.
 
 ```{toctree}
 :hidden:
