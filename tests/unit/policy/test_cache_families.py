@@ -1,4 +1,4 @@
-"""Every family of the guide's table is served, with the outputs of the masks, or rejected by name."""
+"""Every family of the guide's table is supported, with the outputs of the masks, or rejected by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.policy_caches import run_cached  # noqa: E402
 from tests.helpers.tiny_models import softmax_in_own_dtype  # noqa: E402
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "22-policy-cache.md"
-TABLE = GUIDE.read_text().split("## Which families are served")[1].split("## Export")[0]
+TABLE = GUIDE.read_text().split("## Which families are supported")[1].split("## Export")[0]
 FAMILIES = {
     family: row.split("|")[2].strip().split(";")[0].split(":")[0]
     for row in TABLE.splitlines()
@@ -66,8 +66,8 @@ def build(config_class: Any) -> Any:
 
 
 def test_the_table_is_read():
-    assert FAMILIES["llama"] == "served" and FAMILIES["falcon"] == "rejected" and len(FAMILIES) > 100
-    assert {family for family, result in FAMILIES.items() if result == "served"} == TESTED_CACHES
+    assert FAMILIES["llama"] == "supported" and FAMILIES["falcon"] == "rejected" and len(FAMILIES) > 100
+    assert {family for family, result in FAMILIES.items() if result == "supported"} == TESTED_CACHES
 
 
 @pytest.mark.nightly
