@@ -2,7 +2,7 @@
 
 `attention(query, key)` returns a lazy `AttentionMatrix`. Optional subpackages (`regard.lens`, `regard.survey`, …) and
 functions that need them (`watch`, `compare`, `doctor`, …) are imported on first access, so `import regard` loads
-NumPy only. `dir(regard)` lists them all; `from regard import *` imports those that need NumPy only.
+NumPy only. `dir(regard)` lists all names; `from regard import *` imports only the names that need nothing but NumPy.
 """
 
 from __future__ import annotations

@@ -24,19 +24,19 @@ MAX_INLINE = 40  # characters of a text of the evidence that is printed on one l
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem: what it is, how severe, where, the evidence, and how to fix it.
+    """One problem, with its severity, its location, the evidence and a hint for fixing it.
 
     Args:
         kind: Short name of the problem, such as "weight on padding".
         severity: "error", "warning" or "note".
-        message: One sentence that describes it.
+        message: One sentence that describes the problem.
         module: Name of the module or function; empty for the whole model.
         layer: Number of the attention layer, from 0; −1 for none.
-        heads: The heads concerned, from 0; empty means all.
-        rows: The query rows concerned; empty means all.
-        batch: The batch entries concerned; empty means all.
-        evidence: The measured numbers by name. Lists, mappings and long texts are printed on a line each.
-        hint: How to fix it.
+        heads: The affected heads, from 0; empty means all.
+        rows: The affected query rows; empty means all.
+        batch: The affected batch entries; empty means all.
+        evidence: The measured numbers by name. Each list, mapping or long text is printed on a separate line.
+        hint: How to fix the problem.
 
     >>> from regard.lens import Finding
     >>> print(Finding("dropout", "error", "Dropout is active in eval mode.", "model.layers.3.self_attn", 3,

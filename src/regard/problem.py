@@ -500,7 +500,7 @@ class Problem:
         frame: The frame in which mask and score modifications are evaluated.
         mask: Which keys each query may attend to; None for all.
         score_mods: Score modifications, in the order in which they are applied.
-        scale: Factor of the products of query and key.
+        scale: Factor that multiplies the products of query and key.
         sink: Extra score of each head that takes part in the softmax and belongs to no key.
         dtype: Dtype of scores and weights, float32 or wider.
         first_key: `kv_idx` of the first key in `key`, above 0 for a block of keys of a longer sequence.

@@ -81,9 +81,9 @@ class ScoreMod:
             dtype: Dtype of the arrays.
 
         Returns:
-            {"kind": "softcap", "cap"}; {"kind": "distance", "table"}, a bias by kv_idx − q_idx from 1 − q_len on;
-            {"kind": "bias", "array"}; or {"kind": "flat", "rows"}, rows whose scores are 0. Arrays begin with an axis
-            of pairs, or of 1. None if only Python can compute the modification.
+            {"kind": "softcap", "cap"}; {"kind": "distance", "table"}, a bias for each kv_idx − q_idx, starting at
+            1 − q_len; {"kind": "bias", "array"}; or {"kind": "flat", "rows"}, rows whose scores are 0. The first axis
+            of each array has one entry for each pair, or one entry. None if only Python can compute the modification.
         """
         bias = self.additive_bias(frame, q_idx, np.arange(frame.kv_len), xp, dtype)
         return None if bias is None else {"kind": "bias", "array": bias}
@@ -159,7 +159,7 @@ def alibi_slopes(heads: int) -> Array:
     """Return the published ALiBi slope of each head (Press et al., 2108.12409).
 
     The largest power of two p ≤ `heads` gives a geometric series that starts at 2^(−8/p). The remaining heads take
-    every other slope of the series of 2p.
+    every other slope of the series for 2p heads.
 
     Args:
         heads: Number of heads; it need not be a power of two.
@@ -210,8 +210,9 @@ def alibi(slopes: Array | None = None, align: Align | None = None) -> ScoreMod:
     """Subtract a penalty that grows with distance: scores − slope · |q_idx − kv_idx|.
 
     Args:
-        slopes: Slope of each head: (heads,). Default: the published slopes, `alibi_slopes`. Gradients flow to a tensor.
-        align: Which query is at which key if the lengths differ, as in `causal`.
+        slopes: Slope of each head: (heads,). Default: the published slopes, `alibi_slopes`. Gradients flow to slopes
+            that are a tensor.
+        align: How queries and keys are aligned if the lengths differ, as in `causal`.
 
     Returns:
         The score modification.
@@ -270,8 +271,8 @@ def bias(array: Array) -> ScoreMod:
     """Add an array to the scores.
 
     Args:
-        array: Floating point numbers that broadcast to (…, q_len, kv_len). −inf masks a key; `finfo.min` does not, it
-            is only a very low score.
+        array: Floating-point numbers that broadcast to (…, q_len, kv_len). −inf masks a key; `finfo.min` does not mask
+            a key; it is only a very low score.
 
     Returns:
         The score modification.
@@ -365,7 +366,7 @@ def relative_bias(
         table: Bias of each bucket and head, (buckets, heads), as T5 stores it.
         bidirectional: Whether keys after the query have separate buckets: True for encoders, False for decoders.
         max_distance: From this distance on, all positions share the last bucket.
-        align: Which query is at which key if the lengths differ, as in `causal`.
+        align: How queries and keys are aligned if the lengths differ, as in `causal`.
 
     Returns:
         The score modification.

@@ -115,8 +115,8 @@ class Call:
 
     Query and key are detached references to the model's own tensors, unless `watch` copies or moves them. A
     key that the model repeated for each head of a group is stored once. If the layer computed its own softmax,
-    `weights` are its weights, and query and key have a head_dim of 0. With `watch(measures=…)`, query and key are
-    None, and `measures` has the results.
+    `weights` are the weights of the layer, and query and key have a head_dim of 0. With `watch(measures=…)`, query and
+    key are None, and `measures` has the results.
 
     Args:
         name: Name of the module in the model.
@@ -135,11 +135,11 @@ class Call:
         sink: Learned sink, one score for each head, (…, heads), or None.
         dropout_p: Dropout probability that was passed.
         is_causal: Whether `is_causal` was passed in any of the calls.
-        is_broadcast: Whether key or value were broadcast to the batch or the heads of the query.
+        is_broadcast: Whether key or value was broadcast to the batch or the heads of the query.
         training: Whether the module was in training mode.
         query_offset: Position of the first query among the keys.
         steps: Number of calls that were joined.
-        prompt_len: Number of rows of the prompt, up to the first step of one row; 0 if no call was joined.
+        prompt_len: Number of prompt rows, which precede the first step of one row; 0 if no call was joined.
         measures: Results by name with `watch(measures=…)`, else None.
         stored_shape: Shape of the matrix if query and key are None.
         versions: Tensors that are held by reference, each with its version.
@@ -223,7 +223,7 @@ class Call:
 
     @cached_property
     def mask(self) -> Mask | None:
-        """The mask by its name; None if nothing is masked."""
+        """The mask as a named mask, such as `causal()`; None if nothing is masked."""
         mask = self.compact_mask.mask(self.query.shape[-2], self.key.shape[-2])
         return mask if self.edits is None else self.edits.edit_mask(mask)
 
@@ -243,7 +243,7 @@ class Call:
 
     @property
     def matrix(self) -> AttentionMatrix:
-        """The attention matrix, lazy. With `watch(grad=True)`, gradients flow through it wherever they are enabled.
+        """The lazy attention matrix. With `watch(grad=True)`, gradients flow through it wherever they are enabled.
 
         Raises:
             ArgumentError: If the call was recorded with `measures`, or the model has overwritten its tensors.

@@ -90,7 +90,7 @@ class Watcher(ABC):
         return False
 
     def edit(self, module: nn.Module, name: str, args: CapturedArgs) -> CapturedArgs:
-        """Return the arguments of a call with what this watcher changes about it; a watch changes nothing."""
+        """Return the arguments of a call after the changes by this watcher; a watch changes nothing."""
         return args
 
     def resume(self) -> None:
@@ -105,7 +105,7 @@ class Watcher(ABC):
             self._patches.append(patch(*target))
 
     def suspend(self) -> None:
-        """Restore every function that was patched, until `resume`; hooks of the model stay, and do nothing."""
+        """Restore every function that was patched, until `resume`; hooks on the model remain, but do nothing."""
         while self._patches:
             unpatch(self._patches.pop())
         with watchers_lock:
@@ -117,7 +117,7 @@ class Watcher(ABC):
         row_steps.clear()
 
     def bind_context(self) -> None:
-        """Let the block concern the present context only, and the passes that checkpointing repeats for it."""
+        """Apply the block only in the current context, and in the passes that checkpointing repeats for it."""
         self._key = object()
         _bound_blocks[self._key] = self
         _entered.set(_entered.get() | {self._key})
@@ -129,14 +129,14 @@ class Watcher(ABC):
             self._targets.append((vars(checkpoint), name, partial(_wrap_checkpoint, 0)))
 
     def release_context(self) -> None:
-        """End what `bind_context` began, in any context."""
+        """Undo `bind_context`; this may be called in any context."""
         _bound_blocks.pop(self._key, None)
         _entered.set(_entered.get() - {self._key})
         self._key = None
 
     @property
     def applies_here(self) -> bool:
-        """Whether the block concerns the running thread or task, or a context that this one is a copy of."""
+        """Whether the block applies to the running thread or task, or to a context from which it was copied."""
         return not self.binds_context or self._key in _entered.get()
 
     @contextmanager

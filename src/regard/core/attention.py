@@ -185,7 +185,8 @@ def linear_attention(
 
     `A @ value` needs time and memory proportional to the length if few chunks of keys are partially masked, as with
     no mask, a causal mask, windows, padding or contiguous documents. Only partially masked tiles are computed
-    explicitly, and `A.kernel` gives their number. Entries and measures run the block loop, as for `attention`.
+    explicitly, and `A.kernel` gives their number. Entries and measures are computed by the block loop, as for
+    `attention`.
 
     Args:
         query: (…, heads, q_len, head_dim), or just (q_len, head_dim).

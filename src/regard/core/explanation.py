@@ -24,7 +24,7 @@ KEYS_SHOWN = 12
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """The four steps of one query with every number; `print` it to read them.
+    """The four steps of attention for one query, with every number; `print` shows them.
 
     Attributes:
         title: Heading, such as "How query 2 attends".
@@ -39,10 +39,10 @@ class Explanation:
         scores: Scores after score modifications and mask, −inf where masked: (kv_len,).
         shift: Largest score, subtracted before the exponential.
         exponentials: exp(score − shift): (kv_len,).
-        sink_exponential: Exponential of the sink; None without one.
-        total: Sum of the exponentials, including the sink's.
+        sink_exponential: Exponential of the sink; None if there is no sink.
+        total: Sum of the exponentials, including the exponential of the sink.
         weights: Exponentials divided by the total: (kv_len,).
-        value: (kv_len, value_dim); None if none was given, and then there is no fourth step.
+        value: (kv_len, value_dim); None if no value was given; then there is no fourth step.
 
     >>> import regard
     >>> from regard.learn import cat

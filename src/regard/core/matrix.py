@@ -97,12 +97,13 @@ class PartSource(NamedTuple):
 class AttentionMatrix(LazyOperand, Generic[ArrayT]):
     """A lazy attention matrix that can be multiplied, sliced, measured and explained.
 
-    `regard.attention` and `regard.linear_attention` return it. Only `to_dense()` stores anything of size q_len ×
-    kv_len. Weights and lse (the logsumexp of each row) have the dtype `A.dtype`, float32 or wider. Measures accumulate
-    and return float64, or float32 on a device without float64. `A @ value` has the dtype of the value.
+    `regard.attention` and `regard.linear_attention` return an `AttentionMatrix`. Only `to_dense()` stores anything of
+    size q_len × kv_len. Weights and lse (the logsumexp of each row) have the dtype `A.dtype`, float32 or wider.
+    Measures accumulate and return float64, or float32 on a device without float64. `A @ value` has the dtype of the
+    value.
 
-    It is not an array. Array operations that a lazy matrix does not support raise an error that shows the call to make.
-    The type parameter is the type of its arrays: `AttentionMatrix[torch.Tensor]`.
+    An `AttentionMatrix` is not an array. Array operations that a lazy matrix does not support raise an error that shows
+    the call to make. The type parameter is the type of its arrays: `AttentionMatrix[torch.Tensor]`.
 
     `copy.deepcopy`, `pickle` and `torch.save` keep the values of a matrix but not their autograd graph;
     `torch.load(file, weights_only=False)` reads it, and `map_location` moves it to another device.
@@ -209,7 +210,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
 
     @property
     def scale(self) -> float:
-        """Factor of the products of query and key."""
+        """Factor that multiplies the products of query and key."""
         return self._spec.scale
 
     @property
@@ -331,7 +332,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             index: Integers, slices, an ellipsis and at most one integer array, as in NumPy.
 
         Returns:
-            The weights at the index. If the index leaves both token axes out or writes them as `:`, as in `A[0]` or
+            The weights at the index. If the index omits both token axes or writes them as `:`, as in `A[0]` or
             `A[:, 3]`, the result is a lazy `AttentionMatrix` of those heads, the same as `A.lazy[index]`.
 
         Raises:
@@ -474,9 +475,9 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
 
     @property
     def lse(self) -> ArrayT:
-        """The natural-log logsumexp of each row's scores, including the sink's: (…, heads, q_len).
+        """The natural-log logsumexp of each row's scores, including the score of the sink: (…, heads, q_len).
 
-        It is −inf for a row with no key to attend to. Any weight is exp(score − lse).
+        It is −inf for a row with no key to attend to. Each weight is exp(score − lse).
         """
         engine = self.problem.engine
         if engine.requires_grad(self.problem):
@@ -637,7 +638,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: If the axis is none of these, or both `axis` and `dim` are given.
+            ArgumentError: If the axis is not −1, −2 or None, or both `axis` and `dim` are given.
         """
         resolved, keep = resolve_reduction(self.shape, "sum", axis, dim, keywords)
         if resolved is None:
@@ -656,7 +657,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: If the axis is none of these, or both `axis` and `dim` are given.
+            ArgumentError: If the axis is not −1, −2 or None, or both `axis` and `dim` are given.
         """
         resolved, keep = resolve_reduction(self.shape, "mean", axis, dim, keywords)
         count = math.prod(self.shape) if resolved is None else self.shape[resolved]
@@ -676,7 +677,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+            ArgumentError: If the axis is not −1, −2 or None, both `axis` and `dim` are given, or the matrix is empty.
         """
         check_not_empty(self.shape, "max")
         resolved, keep = resolve_reduction(self.shape, "max", axis, dim, keywords)
@@ -696,7 +697,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             (…, heads, q_len) for −1, (…, heads, kv_len) for −2, a scalar for None.
 
         Raises:
-            ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+            ArgumentError: If the axis is not −1, −2 or None, both `axis` and `dim` are given, or the matrix is empty.
         """
         self._require_all_keys("min(…)")
         check_not_empty(self.shape, "min")
@@ -724,7 +725,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             None.
 
         Raises:
-            ArgumentError: If the axis is none of these, both `axis` and `dim` are given, or the matrix is empty.
+            ArgumentError: If the axis is not −1, −2 or None, both `axis` and `dim` are given, or the matrix is empty.
         """
         check_not_empty(self.shape, "argmax")
         resolved, keep = resolve_reduction(self.shape, "argmax", axis, dim, keywords)
@@ -743,10 +744,10 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
     def as_linear_operator(self) -> LinearOperator:
         """Return the matrix of one head as a SciPy `LinearOperator`, for SciPy's iterative solvers.
 
-        Products with it and its transpose never store the matrix.
+        Products with the operator or its transpose never store the matrix.
 
         Returns:
-            (q_len, kv_len), of dtype `A.dtype`.
+            An operator of shape (q_len, kv_len) and dtype `A.dtype`.
 
         Raises:
             ArgumentError: If the matrix has several heads.
@@ -791,7 +792,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         """Draw the weights of one head with Matplotlib; see `regard.plot.heatmap`.
 
         Args:
-            tokens: Labels of the keys, kv_len strings, and of the queries if they are the same sequence.
+            tokens: Labels of the keys: kv_len strings. They also label the queries if both are the same sequence.
             **options: Other arguments of `regard.plot.heatmap`, such as `ax=`.
 
         Returns:
@@ -805,7 +806,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
     def explain(
         self, query: int, value: Array | None = None, tokens: Sequence[str] | None = None
     ) -> Explanation:
-        """Explain the four steps of attention for one query, with every number; `print` the result to read them.
+        """Explain the four steps of attention for one query, with every number; `print` shows the result.
 
         The matrix must have one head. Select a head by index: `A[0, 3].explain(7)`.
 
@@ -856,8 +857,8 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         The matrix must have one head. Select a head by index: `A[0, 3].page(tokens)`.
 
         Args:
-            tokens: Labels of the keys, kv_len strings, and of the queries if they are the same sequence.
-            query_tokens: Labels of the queries, q_len strings, if they are another sequence.
+            tokens: Labels of the keys: kv_len strings. They also label the queries if both are the same sequence.
+            query_tokens: Labels of the queries, q_len strings, if the queries are a different sequence.
             title: Title of the page.
 
         Raises:

@@ -256,7 +256,7 @@ def merge_states(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
         Output (…, q_len, value_dim) and lse (…, q_len) over all keys.
 
     Raises:
-        ArgumentError: If there is no part, or the shapes differ.
+        ArgumentError: If `parts` is empty, or the shapes differ.
         ArgumentTypeError: If no engine supports the arrays.
 
     >>> import numpy as np, regard

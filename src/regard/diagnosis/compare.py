@@ -207,7 +207,7 @@ def compare(
     - vectors: "rotary positions", "position ids", "heads permuted", "kv heads reordered", "view or transpose",
       "projection";
     - modules: "module", the first module with equal inputs and different outputs, or the code between two modules: a
-      norm, a feed-forward layer, an activation, the embedding, the output head;
+      norm, a feed-forward layer, an activation, the embedding, the unembedding;
     - "NaN or inf" in only one run, with the module where it began; reported before anything else;
     - data: "other tokens", "encoder states", "cache";
     - other: "output" (although everything before it agrees), "weights" (of a layer that computes its own softmax),

@@ -66,16 +66,16 @@ def doctor(
 ) -> Findings:
     """Diagnose the attention of a model by experiment: run it on modified inputs and compare the outputs.
 
-    A run of the model on the inputs is recorded, and `Recording.diagnose` checks the recording. If there is NaN or inf,
-    only the module where it began is reported. Otherwise the model runs at most 60 more times on short sequences of the
-    same tokens: unchanged, with a different last token, with two tokens swapped, padded on either side, with shifted
-    positions, in pieces with a cache, padded and with a cache, in float32, and with the same token at every position to
-    measure rotary embeddings. Queries, keys and outputs are compared with the linear layers around them. If outputs
-    that should be equal differ, the first module that differs is named. No reference model is needed, because every
-    correct model passes these checks.
+    A run of the model on the inputs is recorded, and `Recording.diagnose` checks the recording. If a value is NaN or
+    inf, only the module where this began is reported. Otherwise the model runs at most 60 more times on short sequences
+    of the same tokens: unchanged, with a different last token, with two tokens swapped, padded on either side, with
+    shifted positions, in pieces with a cache, padded and with a cache, in float32, and with the same token at every
+    position to measure rotary embeddings. Queries, keys and outputs are compared with the linear layers around them. If
+    outputs that should be equal differ, the first module that differs is named. No reference model is needed, because
+    every correct model passes these checks.
 
-    The result lists the experiments that ran, and gives the reason for those that did not. An experiment runs if
-    `forward` of the model has the parameters it needs: `attention_mask`, `position_ids`, `past_key_values` and
+    The result lists the experiments that ran, and gives a reason for each experiment that did not run. An experiment
+    runs if `forward` of the model has the parameters it needs: `attention_mask`, `position_ids`, `past_key_values` and
     `use_cache`, as in transformers. Wrappers such as DDP and peft are supported. For other models, pass `forward` and
     `cached`.
 
@@ -86,9 +86,9 @@ def doctor(
         causal: True if no token may attend to later tokens, False if any may. By default, this is inferred from the
             masks of most layers, or from the cache if the model returns one, and `scope` of the findings says so.
         forward: A function of token ids and attention mask, (batch, n) each, that returns the outputs of all tokens,
-            (batch, n, …), if `model(input_ids=…, attention_mask=…)` does not.
-        cached: A function of token ids, (batch, n), and the sizes of pieces. It runs them one after another with a
-            cache, and returns the outputs of all tokens, (batch, n, …).
+            (batch, n, …). Needed if `model(input_ids=…, attention_mask=…)` does not return them.
+        cached: A function of token ids, (batch, n), and the sizes of pieces. The function runs the pieces one after
+            another with a cache, and returns the outputs of all tokens, (batch, n, …).
         tokens: The tokens as strings, for `Recording.diagnose`; "[PAD]" marks padding if there is no attention mask.
         recording: An existing recording of the model on these inputs.
 

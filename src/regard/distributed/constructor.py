@@ -59,7 +59,7 @@ def attention(
 
     Raises:
         ArgumentError: If arguments are incompatible, or there is no process group.
-        ArgumentTypeError: If an argument has another type.
+        ArgumentTypeError: If an argument has the wrong type.
         RankError: If a rank died, hangs, or called with another shape, dtype, mask or layout. All ranks name it.
     """
     if group is None and hasattr(query, "device_mesh"):

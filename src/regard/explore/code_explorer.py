@@ -123,10 +123,10 @@ def code(
     Without a function, the page shows attention written in NumPy, in PyTorch and as a built-in call, all three run on
     the example of the book. A click on a line explains it in plain words and shows the numbers that it produced.
 
-    With a function, it is called once and traced: every line, every iteration of a loop, every call of a function of
-    the same module, and every value returned, yielded or raised. An exception ends the trace and is not raised again.
-    Each line is explained by the comment beside or above it, a `def` by its docstring. The page keeps both ends of long
-    arrays, and the first 2000 steps of long calls.
+    A function that is passed is called once and traced: every line, every iteration of a loop, every call of a function
+    of the same module, and every value returned, yielded or raised. An exception ends the trace and is not raised
+    again. Each line is explained by the comment beside or above it, a `def` by its docstring. The page keeps both ends
+    of long arrays, and the first 2000 steps of long calls.
 
     Args:
         function: Function to call, written in Python. Default: the three listings.

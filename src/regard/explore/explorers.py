@@ -215,8 +215,8 @@ def weights(
     """Build a page with the weights as an image, queries down and keys across, and the output beside it.
 
     The reader chooses a cell with the pointer or the arrow keys and sees its computation, switches between weights and
-    scores, and switches on a causal mask. A sentence describes what each query attends to. Up to 24 × 24 the page has
-    all sentences and the weights as a table. Numbers are embedded as float32.
+    scores, and switches on a causal mask. A sentence describes what each query attends to. Up to 24 × 24 weights, the
+    page has all sentences and the weights as a table. Numbers are embedded as float32.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: the example of the book.
@@ -293,7 +293,7 @@ def geometry(
 
     The area of a dot is the weight. The reader moves the query and the keys with the pointer or the arrow keys,
     switches off the scaling, and normalises queries and keys to see the effect of their length. Vectors have two
-    entries: the projection of a longer vector has other lengths and angles, so it would not explain the scores.
+    entries: the projection of a longer vector has different lengths and angles, so it would not explain the scores.
 
     Args:
         query: Queries of one head, `(q_len, 2)`. Default: the pronoun of the book.
@@ -446,7 +446,7 @@ def scaling(
 
     With arrays, d_k is the number of their first entries that count, and σ multiplies all of them. The page opens with
     all entries, scaled, which is `regard.attention(query, key)`. The prediction assumes independent entries with mean
-    0, which the entries of a trained model are not. Numbers are embedded as float32.
+    0, which does not hold for a trained model. Numbers are embedded as float32.
 
     Args:
         query: Queries of one head, `(q_len, head_dim)`. Default: random entries.

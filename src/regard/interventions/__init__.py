@@ -5,29 +5,32 @@ keeps its fused kernels, and nothing of size q_len × kv_len is stored. The pack
 torch.
 
 Design notes:
-- The kernel runs first, and edited rows are written over its output. Heads and rows without an edit keep every bit.
+- The kernel runs first, and edited rows are written over its output. Heads and rows without an edit stay bit-identical.
   Masks of whole heads are the exception: the kernel runs over the other heads only, so each head is computed once. A
   row without some keys is (output − Σ w v) / (1 − Σ w) with w = exp(score − lse), which costs as much as the removed
   edges. Above Σ w = ½ the subtraction would cancel, so the row is computed again; if that is many rows, or a gradient
   is needed, the edited mask is lowered as a whole.
-- Edits hold positions of the whole sequence. The keys of a layer are compared with where a cache would have them, which
-  finds the offset of a call in dynamic, static and rolling caches alike.
-- `effects` returns the outputs of blocks that finished before the edited one. They cannot depend on the edit. A run
-  of the last block with the outputs of all others must give the same metric first; otherwise everything runs.
+- Edits store positions in the whole sequence. The keys of a layer are compared with the places where a cache would
+  store them, which finds the offset of a call in dynamic, static and rolling caches alike.
+- `effects` reuses the outputs of blocks that finished before the edited block. They cannot depend on the edit. First, a
+  run of the last block with the stored outputs of all other blocks must give the same metric; otherwise everything
+  runs.
 - The gradient of the weights is made in tiles, dL/dA = dL/dO · Vᵀ. A fused kernel returns dL/dQ, dL/dK and dL/dV
   only, and autograd of eager attention stores n². Sums and the largest edges of w · dL/dA are a measure, so the block
-  loop computes them beside the weights.
+  loop computes them together with the weights.
 - Only embeddings require gradients during `attribution`. Then every activation has a graph, and no linear layer saves
   its input for the gradient of a weight.
 - `attribution(steps=…)` moves one layer at a time along the path to its baseline. One gradient has the wrong sign for
-  the head that matters most in the induction model: the softmax after it is saturated. Per layer, the effects add up
-  to that of ablating it up to a gap that is measured and returned. Parts of the path where sum and metric disagree
-  get more points: 64 at equal distances missed the effect of a layer by 4.4 of 2.7, 63 placed this way by 0.003.
+  the head that matters most in the induction model: the softmax after it is saturated. For each layer, the effects add
+  up to the effect of ablating the layer, up to a gap that is measured and returned. Parts of the path where sum and
+  metric disagree get more points: 64 equidistant points missed the effect of a layer, 2.7, by 4.4; 63 points placed
+  this way missed it by 0.003.
 - Output projections, norms, MLPs and the unembedding are recognised by their numbers. The input of a projection
   equals the heads' outputs; a block's output equals its input plus parts. That needs no table of names, holds for
-  unknown models, and a model for which it does not hold is refused.
+  unknown models, and a model for which it does not hold is rejected.
 - Edits use the wrappers with which `regard.watch` records; there is no second patching mechanism.
-- A knockout is a mask. Few edges are corrected from the kernel's own output and lse, many run through the lowered mask.
+- A knockout is a mask. A few edges are corrected from the kernel's own output and lse; many edges run through the
+  lowered mask.
 - Heads and rows that no edit touches keep the kernel's output, bit for bit.
 
 >>> import regard, torch

@@ -37,8 +37,8 @@ class Edit:
     """An edit of some heads in some layers; `knockout` and the other functions of the package return it.
 
     Args:
-        layers: Numbers of attention layers, in the order in which they run, names of modules, or patterns with `*`;
-            None for all.
+        layers: Numbers of attention layers in the order in which they run, names of modules, or patterns with `*`; None
+            for all.
         heads: The query heads; None for all.
         batch: The batch entries; None for all.
     """
@@ -139,11 +139,11 @@ def knockout(
     positions count from the end of what the model has read so far. A row that loses all its keys becomes zeros.
 
     Args:
-        layers: Numbers of attention layers, in the order in which they run, names of modules, or patterns with `*`.
+        layers: Numbers of attention layers in the order in which they run, names of modules, or patterns with `*`.
             Default: all.
         heads: Query heads. Other heads that share their key and value are not changed. Default: all.
-        queries: Attending tokens: a position, a slice, a text that `intervene(tokens=…)` has, or a list of positions
-            and texts. Default: all.
+        queries: Attending tokens: a position, a slice, a text that occurs in `intervene(tokens=…)`, or a list of
+            positions and texts. Default: all.
         keys: Tokens attended to, in the same forms.
         batch: Batch entries. Default: all.
 
@@ -164,7 +164,7 @@ def restrict(layers: Layers = None, *, mask: Mask, heads: Heads = None, batch: H
 
     Args:
         layers: Layers, as in `knockout`.
-        mask: The mask, by positions of the whole sequence: `sliding_window(64)` needs no `align`, also in cached steps.
+        mask: The mask, in positions of the whole sequence: `sliding_window(64)` needs no `align`, even in cached steps.
         heads: Query heads. Default: all.
         batch: Batch entries. Default: all.
 
@@ -189,7 +189,7 @@ def rescore(layers: Layers = None, *, score_mod: ScoreMod, heads: Heads = None, 
 
     Args:
         layers: Layers, as in `knockout`.
-        score_mod: The modification, by positions of the whole sequence, such as `regard.alibi()`.
+        score_mod: The modification, in positions of the whole sequence, such as `regard.alibi()`.
         heads: Query heads. Default: all.
         batch: Batch entries. Default: all.
 
@@ -232,7 +232,7 @@ def ablate(
         The edit.
 
     Raises:
-        ArgumentError: If `baseline` is none of these.
+        ArgumentError: If `baseline` is not one of the listed values.
         ArgumentTypeError: If another argument has the wrong type.
 
     >>> ablate(0, heads=1, baseline="mean"), ablate(baseline=0.5)
@@ -267,7 +267,7 @@ def patch(
 
     Args:
         layers: Layers, as in `knockout`.
-        source: Recording of the other run. For "output" and "value", one made with `watch(values=True)`.
+        source: Recording of the other run. For "output" and "value", a recording made with `watch(values=True)`.
         what: "pattern" applies the weights of the other run to this run's values; in the rows that exist in the other
             run, it replaces other edits of these weights. "output" takes the output before the output projection.
             "value" applies this run's weights to the values of the other run.
@@ -280,7 +280,7 @@ def patch(
         The edit.
 
     Raises:
-        ArgumentError: If `what` is none of these, or `queries` is passed for a value.
+        ArgumentError: If `what` is not one of the listed values, or `queries` is passed for a value.
         ArgumentTypeError: If another argument has the wrong type.
 
     >>> import regard, torch

@@ -97,7 +97,7 @@ def effects(
     Returns:
         A table. With "heads": `module`, `layer`, `head`, `metric` and `effect`, the metric minus the metric of the
         unedited model. With edits: `edit`, `metric` and `effect`. Values are means over the batch entries.
-        `table.page()` and `regard.plot.effects(table)` draw it.
+        `table.page()` and `regard.plot.effects(table)` draw the table.
 
     Raises:
         ArgumentTypeError: If an argument has the wrong type.

@@ -56,7 +56,7 @@ class Attribution:
             `head`, `query`, `key` (positions), `batch`, `weight`, `gradient` and their `product`.
         completeness: With `steps` > 1, one row for each layer: `module`, `layer`; `effect`, the sum over its heads;
             `change`, the change of the metric if all outputs of the layer are replaced with the baseline; `gap`, the
-            difference of the two; and `points`, the number of gradients computed. Empty without steps.
+            difference between the two; and `points`, the number of gradients computed. Empty without steps.
         gradients: For each layer that was called once, dL/dO: (…, heads, q_len, value_dim).
         recording: The recording of the run, with values, outputs and graph.
 
@@ -80,7 +80,7 @@ class Attribution:
         """Compute dL/dA of some queries: the gradient of the output times the values.
 
         Args:
-            name: Name of the module, called once.
+            name: Name of a module that was called once.
             queries: Positions as a slice, an integer or a list. Default: all, which needs q_len × kv_len numbers for
                 each head.
 
@@ -100,7 +100,7 @@ class Attribution:
         """Return the sum of gradient · weight of each query, which is gradient · output: (…, heads, q_len).
 
         Args:
-            name: Name of the module, called once.
+            name: Name of a module that was called once.
         """
         output = self._find_call(name).output
         assert output is not None
@@ -110,7 +110,7 @@ class Attribution:
         """Return the sum of gradient · weight of each key: (…, heads, kv_len).
 
         Args:
-            name: Name of the module, called once.
+            name: Name of a module that was called once.
         """
         self._find_call(name)
         return self._received[name]
@@ -142,7 +142,7 @@ def attribution(
 ) -> Attribution:
     """Attribute a metric to every head and edge of a model, by one forward and one backward pass.
 
-    For each head it computes gradient · output, and for each edge gradient · weight. Both are first-order estimates.
+    For each head, it computes gradient · output, and for each edge, gradient · weight. Both are first-order estimates.
     The first estimates how the metric changes if the head is ablated, which `effects` measures: attribution patching
     (Nanda 2023; Syed et al., 2310.10348). The gradient of the weights, dL/dA = dL/dO · Vᵀ, is computed in tiles, so
     memory is O(n). Summed over a row, gradient · weight equals gradient · output up to rounding.
@@ -163,7 +163,7 @@ def attribution(
             and points are added where it is large, at least 3 in total. The other columns and the edges do not depend
             on `steps`.
         max_gap: Points are added to a layer until its gap, summed over the path, is below this fraction of the range of
-            the metric along the path. If the gap is larger after `steps` points, there is a warning. Jumps of the
+            the metric along the path. If the gap is larger after `steps` points, a warning is issued. Jumps of the
             metric, such as at a router, leave a gap that more points cannot close.
         edges: Number of edges of each head to list.
 
@@ -172,8 +172,8 @@ def attribution(
 
     Raises:
         ArgumentTypeError: If `inputs`, `metric` or `baseline` has the wrong type, or the metric is not a tensor.
-        ArgumentError: If the metric has another shape or does not depend on any attention layer, an output was not
-            captured, the baseline has other shapes, or `max_gap` is negative.
+        ArgumentError: If the metric has the wrong shape or does not depend on any attention layer, an output was not
+            captured, the baseline has different shapes, or `max_gap` is negative.
         NotCapturedError: If a layer cannot be recorded with gradients; the message says why.
 
     >>> import torch

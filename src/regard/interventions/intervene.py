@@ -62,7 +62,7 @@ def intervene(
     attention after the edits.
 
     Edits apply in the thread or asyncio task that enters the block, and in tasks that it starts there. Other threads
-    run the model without them. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply when a
+    run the model without edits. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply when a
     backward pass reruns part of the model, inside the block or after it.
 
     Within a layer, masks and score modifications are applied first, then patched patterns and values, then outputs.
@@ -70,8 +70,8 @@ def intervene(
     Args:
         model: The model, as in `regard.watch`.
         edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`.
-        tokens: Tokens, for edits that name tokens by text: of the keys, (n,) or (batch, n), and of the queries if they
-            are the same sequence. For an encoder-decoder model, the tokens that the encoder reads.
+        tokens: Tokens of the keys, (n,) or (batch, n), for edits that name tokens by text; also used for the queries if
+            both are the same sequence. For an encoder-decoder model, the tokens that the encoder reads.
         query_tokens: Tokens of the queries of cross-attention, which the decoder reads.
         record: Record the attention after the edits, as `regard.watch` does: `run.recording`.
         values: Also record value and output.
@@ -235,13 +235,13 @@ class Intervention(Watch):
             )
 
     def describe_unapplied(self) -> dict[int, str]:
-        """Describe the layers and positions of each edit that no call of the last block had, by number of the edit."""
+        """Describe, by number of the edit, the layers and positions that no call of the last block had."""
         where = " in this thread; edits do not apply to other threads" if self._ran_elsewhere else ""
         return self._reach.describe(self._ran, where)
 
     @property
     def recording(self) -> Recording:
-        """The attention after the edits, of the layers that ran.
+        """The attention of the layers that ran, after the edits.
 
         Raises:
             ArgumentError: If nothing was recorded.
@@ -295,7 +295,7 @@ class Intervention(Watch):
         super().drop_channels(name)
 
     def replaces_output(self, name: str, args: CapturedArgs) -> bool:
-        """Return whether masks of whole heads alone edit a call, so that each is computed once; the wrappers ask."""
+        """Return whether a call is edited only by masks of whole heads, so that each head is computed once."""
         edits = [self._bound[i].edit for i in self._number_and_select(name)]
         return (
             bool(edits)

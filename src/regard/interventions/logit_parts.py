@@ -35,8 +35,8 @@ class LogitAttribution:
     Attributes:
         logit: The logit, or the difference. If the model has a soft cap on its logits, it is the value before the cap.
         parts: One row for each part, in the order in which they run: `part` ("embedding", "head", "mlp" for everything
-            else that a block adds, "bias"), `module`, `layer` and `head` (None for a part without one), and `logit`,
-            what it adds. The column adds up to `logit`.
+            else that a block adds, "bias"), `module`, `layer` and `head` (None where they do not apply), and `logit`,
+            what the part adds. The column adds up to `logit`.
 
     >>> from regard.interventions import LogitAttribution
     >>> from regard.lens import Table
@@ -78,7 +78,7 @@ def logit_attribution(
     Args:
         model: A causal language model in eval mode, whose blocks add to a stream (pre-norm).
         inputs: Token ids (batch, n), or a mapping with the keyword arguments of the model.
-        answer: Id of the token.
+        answer: Id of the token whose logit is split.
         wrong: Id of another token; its logit is subtracted.
         position: The position whose logits are split.
         batch: The batch entry.

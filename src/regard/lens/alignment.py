@@ -219,11 +219,11 @@ class Alignment:
     """The times of the tokens in a transcript, returned by `Recording.align`.
 
     Args:
-        ids: The generated tokens, n of them.
+        ids: The n generated tokens.
         times: (n,), the end of each token in seconds, which is the start of the next token; transformers calls them
             `token_timestamps`. The last token was not fed back to the model, so it ends at the same time as the token
             before it.
-        matrix: (n or n − 1, frames), mean over the heads of the standardised weights, which was warped.
+        matrix: (n or n − 1, frames), the mean of the standardised weights over the heads, in which the path was found.
         path: Rows and columns of `matrix` on the path, in order.
         seconds_per_frame: Length of a frame.
         start: Time of the first frame in seconds.
@@ -262,13 +262,13 @@ class Alignment:
         """Return a table with one row for each word: `word`, `start` and `end` in seconds, `first` and `last` token.
 
         A word starts at a token that adds a space to the text, or at a punctuation mark. Opening marks then belong to
-        the word after them, closing marks to the word before. Tokens that are part of a character stay together.
-        Special tokens and timestamps do not belong to a word. Whisper and the transformers pipeline group tokens in the
-        same way.
+        the word after them, closing marks to the word before. Tokens that each encode part of one character stay
+        together. Special tokens and timestamps do not belong to a word. Whisper and the transformers pipeline group
+        tokens in the same way.
 
         Args:
-            tokenizer: A tokenizer of transformers.
-            spaces: Whether the language is written with spaces; if not, every character is a word. By default it is,
+            tokenizer: A transformers tokenizer.
+            spaces: Whether the language is written with spaces; if not, every character is a word. Default: True,
                 unless the tokens contain the language token of Chinese, Japanese, Thai, Lao, Burmese or Cantonese.
 
         Returns:

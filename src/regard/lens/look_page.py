@@ -107,14 +107,14 @@ def look(
     Args:
         model: A model, or a name for `regard.models.load`: a folder, a name on the Hub or `module:function`. The
             default comes with regard.
-        text: A text to run the model on. With `audio`, its transcript.
+        text: A text to run the model on. With `audio`, the transcript of the audio.
         inputs: Inputs of the model instead of a text: a tensor, or a mapping with keyword arguments, such as the output
             of a tokenizer.
         image: An image to run the model on, as in `Recording.page`.
         audio: A WAV file to run the model on.
-        generate: Generate up to this many tokens, with greedy decoding. Not with `inputs`.
+        generate: Generate up to this many tokens, with greedy decoding. Cannot be combined with `inputs`.
         layers: Record only these modules: names or patterns with `*`, including their submodules. Default: all.
-        max_tokens: Truncate the text to this many tokens. Not with `inputs`.
+        max_tokens: Truncate the text to this many tokens. Cannot be combined with `inputs`.
         dtype: Dtype of the weights of a loaded model, as in `regard.models.load`.
         trust_remote_code: Run code that comes with a loaded model.
         tokenizer: Tokenizer or processor of a `torch.nn.Module`.
@@ -125,7 +125,8 @@ def look(
 
     Raises:
         ArgumentError: If there is no input for the model, or the model cannot be loaded or run.
-        ArgumentTypeError: If `model`, `text` or `inputs` has the wrong type, or the model has no such arguments.
+        ArgumentTypeError: If `model`, `text` or `inputs` has the wrong type, or the model does not accept the
+            arguments.
         NotCapturedError: If no attention of the model can be captured.
 
     >>> import regard, torch

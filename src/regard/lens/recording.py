@@ -296,8 +296,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         Rows have `module`, `layer` and `head`, counted from 0, `call` (which call of a layer that ran several times),
         and means over the tokens of all batch entries, excluding padding:
 
-        - `entropy`: −Σⱼ Aᵢⱼ ln Aᵢⱼ, nats (Zhai et al., 2303.06296: near 0 a head has collapsed).
-        - `first`: Aᵢₖ at the first token k (α₁ of Gu et al., 2410.10781, who call it a sink above 0.3).
+        - `entropy`: −Σⱼ Aᵢⱼ ln Aᵢⱼ, nats (Zhai et al., 2303.06296: a head with a value near 0 has collapsed).
+        - `first`: Aᵢₖ at the first token k (α₁ of Gu et al., 2410.10781, who call a value above 0.3 a sink).
         - `previous`: Aᵢ,ᵢ₋₁, over i ≥ 1 (the previous-token heads of Olsson et al., 2209.11895).
         - `distance`: Σⱼ Aᵢⱼ |i − j| (Vig & Belinkov, 1906.04284).
         - `within_16`, `within_128`: the weight on keys less than 16 or 128 tokens away; `windows` sets other sizes.
@@ -335,11 +335,11 @@ class Recording(Mapping[str, AttentionMatrix]):
     def value_norms(self, name: str) -> Array:
         """Compute how large each value is after the output projection: ‖v_j W_O‖ for each head.
 
-        Multiplied by a weight, it is the norm of what a key adds to the output of a query (Kobayashi et al.,
-        2004.10102). `regard.measures.Contribution` finds the largest contributions of a whole matrix.
+        A weight times this norm is the norm of what a key adds to the output of a query (Kobayashi et al., 2004.10102).
+        `regard.measures.Contribution` finds the largest contributions of a whole matrix.
 
         Args:
-            name: Name of the module; recorded with `watch(values=True)`.
+            name: Name of a module that was recorded with `watch(values=True)`.
 
         Returns:
             (…, heads, kv_len), a float64 tensor.
@@ -395,7 +395,7 @@ class Recording(Mapping[str, AttentionMatrix]):
     ) -> Table:
         """Find the heads that attend from one token to another: a table sorted by `weight`, largest first.
 
-        It has one row for each layer and head: `module`, `layer`, `call`, `head`, `query`, `key` (positions) and
+        The table has one row for each layer and head: `module`, `layer`, `call`, `head`, `query`, `key` (positions) and
         `weight`. If a text occurs several times, each row has the pair of occurrences with the largest weight.
 
         With `by="contribution"`, the table has a column `contribution` and is sorted by it: ‖w v W_O‖, the norm of what
@@ -406,7 +406,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             query: Text of the attending token, or its position. The tokenizer's mark of a word start (Ġ, ▁) may be
                 omitted.
             key: Text or position of the token attended to.
-            tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence.
+            tokens: Tokens of the keys, (n,) or (batch, n); also used for the queries if both are the same sequence.
             query_tokens: Tokens of the queries of cross-attention. If given, only cross-attention is searched.
             batch: The batch entry.
             by: "weight", or "contribution", which needs a recording with `watch(values=True)`.
@@ -450,7 +450,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             spans: Ranges of tokens by name, as in `regard.watch`. Default: the spans passed to `watch`.
             prompt: Number of tokens before the first generated token, including padding. Default: the tokens before the
                 steps of the cache. Pass it for a run over a finished text, or with a single generated token.
-            call: Which call of each layer, if they ran over several texts.
+            call: Which call of each layer, if the layers ran over several texts.
             layers: Names of modules or patterns with `*`, including their submodules. Default: all.
 
         Returns:
@@ -480,8 +480,8 @@ class Recording(Mapping[str, AttentionMatrix]):
     ) -> Array:
         """Compute attention rollout: how much of each input token reaches one token through all layers.
 
-        It is the row of ∏ (½ A + ½ I) from the last layer to the first, where A is the mean of the heads (Abnar &
-        Zuidema, 2005.00928), computed as products with a vector in O(n) memory. Rollout uses only the weights and
+        The result is the row of ∏ (½ A + ½ I) from the last layer to the first, where A is the mean of the heads (Abnar
+        & Zuidema, 2005.00928), computed as products with a vector in O(n) memory. Rollout uses only the weights and
         ignores the values. Weight on a learned sink is lost, so the sum is then below 1.
 
         Args:
@@ -492,7 +492,7 @@ class Recording(Mapping[str, AttentionMatrix]):
                 of an encoder-decoder model.
 
         Returns:
-            (n,), float64, NumPy; sums to 1.
+            A float64 NumPy array, (n,); without a learned sink, it sums to 1.
 
         Raises:
             ArgumentError: If the layers are not one stack of self-attention, or the text of the token is ambiguous.
@@ -530,10 +530,11 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         Args:
             ids: Ids of the generated tokens without the prompt, as Whisper's `generate()` returns them, (n,) or
-                (batch, n). Padding at the end can be cut off.
+                (batch, n). Padding at the end may be omitted.
             heads: Pairs of decoder layer and head; for Whisper, `model.generation_config.alignment_heads`. A layer is
-                the number in the name of its module, or the name.
-            prompt: Number of decoder tokens before the transcript. Default: those of the first call of `generate()`.
+                given by the number in the name of its module, or by the name of the module.
+            prompt: Number of decoder tokens before the transcript. Default: the number of tokens in the first call of
+                `generate()`.
             frames: Number of keys that are audio; the remaining keys are padding. Default: all.
             seconds_per_frame: Seconds of audio for each key; 0.02 for Whisper.
             start: Time of the first frame, for a later window of a long recording.
@@ -648,12 +649,12 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         The page contains queries and keys in half precision, computes the weights from them, and states the error.
 
-        With `image`, the page shows the image instead: select a patch or another token as query, and the maps of the
-        heads are drawn over the image, for every layer that read it.
+        With `image`, the page shows the image instead: select a patch or another token as the query, and the maps of
+        the heads are drawn over the image, for every layer that read it.
 
         Args:
-            tokens: Tokens of the keys, (n,) or (batch, n), and of the queries if they are the same sequence. For an
-                encoder-decoder model, the tokens that the encoder reads.
+            tokens: Tokens of the keys, (n,) or (batch, n); also used for the queries if both are the same sequence. For
+                an encoder-decoder model, the tokens that the encoder reads.
             query_tokens: Tokens of the queries of cross-attention, which the decoder reads. Default: `tokens`, if
                 their number fits the queries and not the keys.
             image: The image that the model read: a path, a Pillow image or an array, or a list of all images of the
@@ -665,8 +666,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             heads: The heads to show. Default: all.
             findings: Findings to list. Default: `recording.diagnose(tokens)`. Not shown with an image.
             title: Title of the page.
-            max_bytes: Limit on the file size. Heads beyond it have only their map and measures, or with an image the
-                maps of some queries, and the page says so. Default: 40 MB, with an image 10 MB.
+            max_bytes: Limit on the file size. Heads beyond the limit have only their map and measures (with an image,
+                only the maps of some queries), and the page says so. Default: 40 MB, with an image 10 MB.
 
         Returns:
             The page: `page.save(path)` writes it, and a notebook shows it.

@@ -55,7 +55,7 @@ class SpanMass(Mapping[str, Array]):
     """The share of each token's attention on named parts of the prompt; `Recording.span_mass` computes it.
 
     `mass[module]` is an array (batch, heads, tokens, names) for each layer. In a recording of `generate()`, the tokens
-    are the generated tokens, and each has the row that produced it: the query of the token before. In a recording of
+    are the generated tokens, and each has the row that produced it: the query of the previous token. In a recording of
     one pass, every token has its own row.
 
     Attention shows where a head reads, not what the answer depends on; test that with `regard.intervene`.
@@ -111,13 +111,14 @@ class SpanMass(Mapping[str, Array]):
         """The lookback ratio of each layer, (batch, heads, tokens), by module name.
 
         It is C / (C + G), where C is the mean weight on a token of the prompt and G the mean weight on a token
-        generated so far (Chuang et al., 2407.07071). It is NaN for the first generated token, or if there are none.
+        generated so far (Chuang et al., 2407.07071). It is NaN for the first generated token, and everywhere if no
+        token was generated.
         """
         return {layer.module: layer.lookback for layer in self.layers}
 
     @property
     def plan(self) -> str:
-        """How the masses of each layer were computed, equal layers on one line."""
+        """How the masses of each layer were computed; layers with equal plans share a line."""
         plans: dict[str, list[str]] = {}
         for layer in self.layers:
             plans.setdefault(layer.plan, []).append(layer.module)
@@ -178,8 +179,8 @@ class SpanMass(Mapping[str, Array]):
         """Build a page that colours the answer by what it attended to: one HTML file that needs no network.
 
         Each token has the colour of the span with the largest share of its attention; a stronger colour is a larger
-        share. On the page, select a layer and a head, or means over them. A selected token shows its shares in every
-        layer.
+        share. On the page, select a layer and a head, or the means over layers and heads. A selected token shows its
+        shares in every layer.
 
         Args:
             tokens: Texts of the whole sequence, prompt and answer.

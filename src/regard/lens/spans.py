@@ -207,7 +207,8 @@ def token_spans(text: Any, spans: SpanRanges, offsets: Any) -> Any:
     Args:
         text: The text, or a list with one text for each batch entry.
         spans: A mapping from names to texts, which must occur once, or to (start, stop) in characters. For a list of
-            texts, one mapping for all or a list with one for each; an entry without a span may omit its name.
+            texts, pass one mapping for all texts or a list with one mapping for each text; a mapping may omit spans
+            that its text lacks.
         offsets: `tokenizer(text, return_offsets_mapping=True)["offset_mapping"]`: (n, 2) or (batch, n, 2), first
             character and end of each token. Special tokens and padding have (0, 0).
 
@@ -215,9 +216,9 @@ def token_spans(text: Any, spans: SpanRanges, offsets: Any) -> Any:
         A mapping from names to ranges of tokens, or a list with one mapping for each text.
 
     Raises:
-        ArgumentError: If a text does not occur, or several times, or no token is inside a span.
+        ArgumentError: If a text does not occur or occurs several times, or no token is inside a span.
         IndexOutOfRangeError: If a range exceeds the text.
-        ArgumentTypeError: If an argument has another type.
+        ArgumentTypeError: If an argument has the wrong type.
 
     >>> from regard.lens import token_spans
     >>> token_spans("The cat sat", {"animal": "cat"}, [(0, 3), (4, 7), (8, 11)])

@@ -20,8 +20,8 @@ class Table(list[dict[str, Any]]):
     """A list of rows, each a dict with the same keys; None where a number is missing.
 
     Printing shows the first 20 rows. `sort`, `filter` and slices return new tables of the same class.
-    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table directly. pandas then converts integers to
-    floats if any is missing; `table.to_pandas()` keeps them.
+    `pandas.DataFrame(table)` and `polars.DataFrame(table)` accept a table directly. If an entry of a column is missing,
+    pandas then converts its integers to floats; `table.to_pandas()` keeps integers.
 
     >>> from regard.lens import Table
     >>> table = Table([{"head": 0, "weight": 0.25}, {"head": 1, "weight": 0.5}])
@@ -45,7 +45,7 @@ class Table(list[dict[str, Any]]):
             name: Name of the column.
 
         Returns:
-            Its values, one for each row.
+            The values of the column, one for each row.
         """
         self._check_columns("table.column", [name])
         return [row[name] for row in self]
@@ -53,7 +53,7 @@ class Table(list[dict[str, Any]]):
     def sort(self, column: str, *, largest_first: bool = True) -> Self:  # type: ignore[override]
         """Return the rows sorted by one column.
 
-        Unlike `list.sort`, it does not change the table. The sort is stable, and NaN and None come last.
+        Unlike `list.sort`, this method does not change the table. The sort is stable, and NaN and None come last.
 
         Args:
             column: Name of a column of numbers or of text.
@@ -134,7 +134,7 @@ class Table(list[dict[str, Any]]):
     @overload
     def __getitem__(self, index: slice) -> Self: ...
     def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any] | Self:
-        """Return one row, or for a slice a table."""
+        """Return one row, or a table for a slice."""
         if isinstance(index, slice):
             return self._with_rows(super().__getitem__(index))
         return super().__getitem__(index)

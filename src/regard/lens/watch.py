@@ -130,7 +130,7 @@ def watch(
         ArgumentError: If the model is compiled or scripted, `layers` matches no module, `spans` are empty or overlap,
             or `grad`, `values` or `spans` is combined with `measures`. With `grad`, also if a layer runs where
             gradients are disabled.
-        NotCapturedError: At the end of the block, if an attention layer ran and was not captured. The message says why,
+        NotCapturedError: At the end of the block, if an attention layer ran but was not captured. The message says why,
             and what to do.
 
     Warns:
@@ -242,7 +242,7 @@ class Watch(Watcher):
         )
 
     def _refuse_access(self, *_: Any) -> NoReturn:
-        """Raise the error of a watch that is used as if it were its recording."""
+        """Raise an error, because a watch was used as if it were its recording."""
         raise ArgumentTypeError(
             self._operation,
             received=f"{type(self).__name__} used as a recording",
@@ -332,7 +332,7 @@ class Watch(Watcher):
         return f"watch: nothing was recorded: {found}. {hint}"
 
     def suspend(self) -> None:
-        """Restore every function that was patched, until `resume`; hooks of the model stay, and do nothing."""
+        """Restore every function that was patched, until `resume`; hooks on the model remain, but do nothing."""
         super().suspend()
         # Another thread may follow a softmax for its own block.
         close_traces(all_threads=not watched)

@@ -1,6 +1,6 @@
-"""Masks: values that say which keys a query may attend to. True = attend, always.
+"""Masks: values that say which keys a query may attend to. True always means attend.
 
-Each mask is named after what it lets through, and masks combine with `&`, `|` and `~`:
+Each mask is named after what it allows, and masks combine with `&`, `|` and `~`:
 
 >>> causal() & padding([3, 5]) & (sliding_window(512) | first(4))
 causal() & padding([3, 5]) & (sliding_window(512) | first(4))

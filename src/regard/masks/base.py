@@ -53,7 +53,7 @@ class SplitPoints(NamedTuple):
 class Mask:
     """Which keys each query may attend to; a value that combines with `&`, `|` and `~`.
 
-    A subclass defines `allows`, and `classify_blocks` if it can tell empty and full blocks without building them;
+    A subclass defines `allows`, and `classify_blocks` if it can recognise empty and full blocks without building them;
     `regard.masks` has an example.
 
     >>> from regard import causal, sliding_window
@@ -91,7 +91,7 @@ class Mask:
             frame: The (batch, head) pairs and the lengths.
             q_lo: First row.
             q_hi: Row after the last.
-            kv_lo: First column of each block; blocks are ascending and adjoining.
+            kv_lo: First column of each block; blocks are adjacent and in ascending order.
             kv_hi: Column after the last of each block.
 
         Returns:
@@ -132,7 +132,7 @@ class Mask:
         return SplitPoints(np.arange(0, frame.q_len, tile_sizes().mask_rows), np.array([0]))
 
     def intersect(self, other: Mask) -> Mask | None:
-        """Return one mask that is equal to `self & other` and cheaper to evaluate; None if there is none.
+        """Return one mask that is equal to `self & other` and cheaper to evaluate; None if there is no such mask.
 
         Args:
             other: Another mask.

@@ -81,7 +81,7 @@ def causal(align: Align | None = None) -> Mask:
         The mask.
 
     Raises:
-        ArgumentError: If `align` is another value.
+        ArgumentError: If `align` is unknown.
 
     >>> from regard import causal
     >>> causal().to_dense(3, 3).astype(int)
@@ -105,20 +105,22 @@ def sliding_window(
 ) -> Mask:
     """Return a mask that lets a query attend to the keys near its own position.
 
-    Pass either `size`, for the `size` keys that end at the query's own (q_idx − size < kv_idx ≤ q_idx), or `left` and
-    `right`, for a two-sided window (q_idx − left ≤ kv_idx ≤ q_idx + right).
+    Pass either `size`, for the last `size` keys up to the query's own position (q_idx − size < kv_idx ≤ q_idx), or
+    `left` and `right`, for a two-sided window (q_idx − left ≤ kv_idx ≤ q_idx + right).
 
     Args:
-        size: Number of keys, including the query's own. An integer, or an array of shape (heads,).
-        left: Number of keys before the query's own; None for no limit. An integer, or an array of shape (heads,).
-        right: Number of keys after the query's own; None for no limit. An integer, or an array of shape (heads,).
+        size: Number of keys, including the key at the query's own position. An integer, or an array of shape (heads,).
+        left: Number of keys before the query's own position; None for no limit. An integer, or an array of shape
+            (heads,).
+        right: Number of keys after the query's own position; None for no limit. An integer, or an array of shape
+            (heads,).
         align: Which corner the diagonal starts from, as in `causal`.
 
     Returns:
         The mask.
 
     Raises:
-        ArgumentError: If both forms or neither are given, or a size is not an integer.
+        ArgumentError: If both forms or neither form is given, or a size is not an integer.
 
     >>> from regard import sliding_window
     >>> sliding_window(2).to_dense(4, 4).astype(int)

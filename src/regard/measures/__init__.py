@@ -1,6 +1,6 @@
 """Measures: summaries of the whole matrix, computed in one streaming pass and O(n) memory.
 
-`A.measure(…)` runs them. This package may import engines, masks and the modules below them, not core.
+`A.measure(…)` runs them. This package may import engines, masks and the modules below them, but not core.
 
 A measure is about ten lines. This one computes the share of each row on even positions:
 

@@ -50,7 +50,7 @@ class Measure:
             problem: Matrix in canonical form.
 
         Returns:
-            The measure itself, or a copy with what it needs from the matrix.
+            The measure itself, or a copy that holds the data it needs from the matrix.
 
         Raises:
             ArgumentError: If the measure does not fit the matrix.
@@ -64,8 +64,8 @@ class Measure:
             problem: Matrix in canonical form.
 
         Returns:
-            The columns (own pairs, kv_len, width), and for each pair of the matrix its pair in them, (pairs,). None
-            if the measure is not such a product.
+            The columns (own pairs, kv_len, width), and the index of the own pair for each pair of the matrix, (pairs,).
+            None if the measure is not such a product.
         """
         return None
 
@@ -92,7 +92,7 @@ class Measure:
             problem: Matrix in canonical form.
 
         Returns:
-            What to accumulate; several sums for an array that stacks them along a new last axis; None if only `step`
+            The value to accumulate; several sums if the state stacks them along a new last axis; None if only `step`
             can compute the measure.
         """
         return None
@@ -123,7 +123,7 @@ class Measure:
         """Add one tile to the state.
 
         Args:
-            state: State after the tiles before; it may be changed in place.
+            state: State after the previous tiles; it may be changed in place.
             weights: Weights of the tile: (pairs, r, c).
             scores: Scores of the tile, −inf where masked: (pairs, r, c).
             q_idx: Rows of the tile: (r,).

@@ -36,8 +36,8 @@ class Entropy(RowMean):
     p are the weights of the row. If there is a sink, they are divided by their sum.
 
     Args:
-        include_sink: Whether the sink counts as one more key: p are then the share of the sink and the undivided
-            weights.
+        include_sink: Whether the sink counts as one more key: p then consists of the share of the sink and the
+            undivided weights.
 
     >>> import numpy as np, regard
     >>> regard.attention(np.zeros((1, 2)), np.zeros((4, 2))).measure(regard.Entropy()).entropy.round(4)
@@ -83,9 +83,9 @@ class Entropy(RowMean):
         """Add one tile to the state, given the logarithms of its weights.
 
         Args:
-            state: State after the tiles before.
+            state: State after the previous tiles.
             weights: Weights of the tile: (pairs, r, c).
-            logs: Their logarithms, finite also for a weight of 0; overwritten.
+            logs: Logarithms of the weights, finite even for a weight of 0; overwritten.
             q_idx: Rows of the tile: (r,).
             kv_idx: Columns of the tile: (c,).
             xp: Array API namespace of the engine.
@@ -154,7 +154,7 @@ def check_axis(axis: object, operation: str) -> None:
 class Received(Sum):
     """The weight that each key received, summed over the queries: shape (…, kv_len).
 
-    The keys with the largest values are the heavy hitters of H2O. It has no arguments: its axis is −2.
+    The keys with the largest values are the heavy hitters of H2O. The measure has no arguments: its axis is −2.
 
     Raises:
         ArgumentError: If another axis is given.
@@ -374,11 +374,11 @@ def _find_cells(start: int, stop: int, length: int, count: int) -> tuple[slice, 
 class Distance(RowMean):
     """The mean distance of each row to its keys, Σ w · |q_idx − kv_idx| / Σ w: shape (…, q_len).
 
-    Averaged over the queries it is the mean distance of Vig & Belinkov (1906.04284). A sink has no position and does
-    not count; multiplied by `A.sum(axis=-1)`, the result is Σ w · |q_idx − kv_idx|.
+    Averaged over the queries, the result is the mean distance of Vig & Belinkov (1906.04284). A sink has no position
+    and does not count; multiplied by `A.sum(axis=-1)`, the result is Σ w · |q_idx − kv_idx|.
 
     Args:
-        align: Which query is at which key if the lengths differ, as in `causal`.
+        align: How queries and keys are aligned if the lengths differ, as in `causal`.
 
     Raises:
         ArgumentError: If `align` is unknown.
@@ -473,11 +473,11 @@ class Spread(Distance):
     """The standard deviation of kv_idx under the weights of each row, without the sink: shape (…, q_len).
 
     The state of a row is the sum of its weights, their mean position relative to the query, and the sum of squared
-    deviations from that mean. Two states are merged without a difference of large numbers (Chan, Golub & LeVeque,
-    1983), so that float32 is enough on devices without float64.
+    deviations from that mean. Two states are merged without subtracting large numbers (Chan, Golub & LeVeque, 1983), so
+    that float32 is enough on devices without float64.
 
     Args:
-        align: Which query is at which key if the lengths differ, as in `causal`.
+        align: How queries and keys are aligned if the lengths differ, as in `causal`.
 
     Raises:
         ArgumentError: If `align` is unknown.

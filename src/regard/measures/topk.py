@@ -251,7 +251,7 @@ class TopK(Measure):
         return TopKResult(*(xp.take_along_axis(array, order, axis=-1) for array in (values, indices)))
 
     def finish(self, state: TopKState) -> TopKResult:
-        """Return the result; zeros, masked keys among them, get the lowest indices that no larger weight has.
+        """Return the result; zeros, including masked keys, have the lowest indices that are not yet used.
 
         Args:
             state: State after all tiles.

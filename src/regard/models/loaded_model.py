@@ -22,7 +22,7 @@ class EncodedText:
 
     Args:
         ids: Token ids, (1, n).
-        tokens: The tokens as strings, n of them.
+        tokens: The n tokens as strings.
         full_length: Number of tokens before truncation; greater than n if the text was truncated.
     """
 
@@ -42,10 +42,10 @@ class LoadedModel:
         name: The name under which it was loaded.
         model: A `torch.nn.Module`.
         tokenizer: A transformers tokenizer or processor, an object with `encode`, or a function that maps text to ids.
-            Without one, `encode` passes the bytes of a text to a model with at most 256 tokens.
+            Without one, `encode` passes the bytes of a text to a model whose vocabulary has at most 256 tokens.
         notes: Remarks that matter for reading results, such as randomly initialised weights.
         info: "class", "parameters" and "dtype" of the model, and "stored_dtype" if its configuration names one.
-        source: The folder or Hub name from which transformers loaded it; "" otherwise.
+        source: The folder or Hub name from which transformers loaded the model; "" otherwise.
         source_options: Arguments of `from_pretrained` for loading further files from the source.
     """
 
@@ -68,7 +68,8 @@ class LoadedModel:
             The ids and the tokens.
 
         Raises:
-            ArgumentError: If the text has no tokens, `max_tokens` is below 1, or the model does not know an id.
+            ArgumentError: If the text has no tokens, `max_tokens` is below 1, or an id is not in the vocabulary of the
+                model.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ArgumentError(
@@ -183,7 +184,7 @@ class LoadedModel:
 
     @property
     def max_positions(self) -> int:
-        """The maximum number of tokens in the configuration of model and tokenizer; `sys.maxsize` without one."""
+        """The maximum number of tokens in the configuration of model and tokenizer; `sys.maxsize` if there is none."""
         limits = list_position_limits(getattr(self.model, "config", None))
         limits.append(getattr(self.text_tokenizer, "model_max_length", None))
         return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=sys.maxsize)

@@ -1,19 +1,19 @@
-"""Watch a training run: every head, every N steps, exactly, without changing the run.
+"""Monitor a training run: measure every head exactly, once every N steps, without changing the run.
 
 `Monitor(model, every=50, to="attention.jsonl")` measures the largest score, the entropy and the weight on the first
-token of every head in one step of N, and raises alarms. The package imports `regard.lens` and below, and torch;
+token of every head once every N steps, and raises alarms. The package imports `regard.lens` and below, and torch;
 loggers are imported where they are used.
 
 Design notes:
-- A monitored step is one table of sums and one of maxima. Calls and processes combine theirs by addition and maximum:
-  one SUM and one MAX all-reduce, and the numbers of one process on the joined batch. The processes agree on the
-  layers once, in the first monitored step.
-- The monitor takes the largest weight of a row from its largest score and the lse. A search for the largest weight
+- A monitored step is one table of sums and one of maxima. Calls and processes combine their tables by addition and
+  maximum. One SUM and one MAX all-reduce give the same numbers as one process on the joined batch. The processes agree
+  on the layers once, in the first monitored step.
+- The monitor computes the largest weight of a row from its largest score and the lse. A search for the largest weight
   made the pass a third longer.
 - A compiled model is not monitored. Its graph would break at each attention call, and outputs would differ by
   rounding. The monitor raises an error that names `monitor.is_due`.
-- No extra for the monitor's loggers. It calls methods of objects that it is given, and imports none of their
-  libraries.
+- The loggers need no package extra. The monitor calls methods of the objects that it is given, and does not import
+  their libraries.
 - A monitored step runs inside `regard.watch`, entered and left at the boundaries of the step. Its patches are in place
   only while a module of the model runs. Other steps run none of this code.
 

@@ -18,10 +18,10 @@ class Alarm(NamedTuple):
     """An alarm that a rule raised in a monitored step.
 
     Args:
-        kind: Which rule, such as "score growth".
+        kind: Name of the rule, such as "score growth".
         step: The monitored step.
         module: Name of the layer.
-        layer: Its number, from 0.
+        layer: Number of the layer, from 0.
         head: The head, from 0.
         value: The number that crossed the limit.
         limit: The limit.
@@ -151,7 +151,7 @@ class ScoreGrowth:
 class EntropyCollapse:
     """Alarm if the mean entropy of a head falls below a share of its first value, while its scores are large.
 
-    Entropy collapse goes with unstable training (Zhai et al., 2303.06296). A head that attends to one token, such as
+    Entropy collapse accompanies unstable training (Zhai et al., 2303.06296). A head that attends to one token, such as
     the previous one, also has low entropy, but moderate scores.
 
     Args:

@@ -45,10 +45,10 @@ OnAlarm = Literal["warn", "raise"] | Callable[[Alarm], object]
 class Monitor:
     """Measure every attention head once every `every` training steps, log the numbers, and raise alarms.
 
-    Training is bit-identical with and without it, and unmonitored steps run none of its code in forward or backward.
-    Step 0 is the first monitored step. In a monitored step, all forward passes count (gradient accumulation), except
-    passes in eval mode and reruns of a layer by activation checkpointing. Padding is excluded. Functions are patched
-    only while a module of the model runs, so an exception leaves none patched. Only after KeyboardInterrupt or
+    Training is bit-identical with and without a monitor, and unmonitored steps run no monitor code in forward or
+    backward. Step 0 is the first monitored step. In a monitored step, all forward passes count (gradient accumulation),
+    except passes in eval mode and reruns of a layer by activation checkpointing. Padding is excluded. Functions are
+    patched only while a module of the model runs, so an exception leaves none patched. Only after KeyboardInterrupt or
     SystemExit inside a forward pass do they stay patched until the next step, `detach` or the end of the `with` block.
     Deleting a monitor removes its hooks. Layers are numbered in the order in which they first ran.
 
@@ -62,9 +62,10 @@ class Monitor:
     - `nonfinite`: number of rows with NaN or inf, which the other columns exclude; `rows`: number of all rows.
     - With `measures`, three columns for each measure: its mean as `name`, its extremes as `name_min` and `name_max`.
 
-    With torch.distributed, every process needs a monitor. They combine their numbers in each monitored step with one
-    SUM and one MAX all-reduce; the process of rank 0 logs. Every head has one row: heads that tensor parallelism splits
-    (parameters that are DTensors) are numbered by their index among all heads, and pipeline stages add their layers.
+    With torch.distributed, every process needs a monitor. The processes combine their numbers in each monitored step
+    with one SUM and one MAX all-reduce; the process of rank 0 logs. Every head has one row: heads that tensor
+    parallelism splits (parameters that are DTensors) are numbered by their index among all heads, and pipeline stages
+    add their layers.
 
     Args:
         model: The model, or its DistributedDataParallel. It must not be compiled.
@@ -187,7 +188,7 @@ class Monitor:
             The monitor.
 
         Raises:
-            ArgumentError: If `step` is not an integer, or the monitor is attached and counts another step.
+            ArgumentError: If `step` is not an integer, or the monitor is already attached and counts a different step.
         """
         hint = "Pass the number of optimiser steps so far; detach() first if the monitor is attached."
         if step is not None:

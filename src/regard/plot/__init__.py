@@ -1,7 +1,7 @@
 """Draw attention with Matplotlib: `heatmap`, `row`, `heads`, `effects`, `overlay` and `cost`.
 
-Each draws on one Axes and returns it. Pass the Axes as `ax=`; without it each call makes a new figure. Figures are
-neither shown nor saved; call `ax.figure.savefig("head.pdf")`. The package may import `learn`, `core` and everything
+Each function draws on one Axes and returns it. Pass the Axes as `ax=`; without it each call makes a new figure. Figures
+are neither shown nor saved; call `ax.figure.savefig("head.pdf")`. The package may import `learn`, `core` and everything
 below them.
 
 >>> import regard

@@ -180,12 +180,13 @@ def heatmap(
 
     Args:
         A: Matrix of one head, `(q_len, kv_len)`.
-        tokens: Labels of the keys, `kv_len` strings, and of the queries if they are the same sequence.
-        query_tokens: Labels of the queries, `q_len` strings, if they are another sequence.
+        tokens: Labels of the keys: `kv_len` strings. They also label the queries if both are the same sequence.
+        query_tokens: Labels of the queries, `q_len` strings, if the queries are a different sequence.
         ax: Axes to draw on. Default: a new figure.
         cells: Number of cells along an edge above which the matrix is reduced.
         reduce: Reduction of the weights in a cell: "max", "mean" or "sum".
-        numbers: Whether to write the weights into the cells. Default: if there are at most 12 × 12 and they fit.
+        numbers: Whether to write the weights into the cells. Default: if there are at most 12 × 12 cells and the
+            numbers fit.
         colorbar: Whether to draw a colour bar.
         **imshow: Arguments of `Axes.imshow`, such as `vmax=1`, `norm="log"` or `cmap=`.
 
@@ -279,7 +280,8 @@ def heads(
         measure: Column of the table to draw.
         tokens: Tokens of the input, needed by the measures "duplicate" and "induction".
         ax: Axes to draw on. Default: a new figure.
-        numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 and they fit.
+        numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 cells and the numbers
+            fit.
         colorbar: Whether to draw a colour bar.
         **imshow: Arguments of `Axes.imshow`, such as `vmax=1` or `cmap=`.
 
@@ -341,7 +343,8 @@ def effects(
     Args:
         table: The table of all heads from `regard.interventions.effects`.
         ax: Axes to draw on. Default: a new figure.
-        numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 and they fit.
+        numbers: Whether to write the values into the cells. Default: if there are at most 12 × 12 cells and the numbers
+            fit.
         colorbar: Whether to draw a colour bar.
         **imshow: Arguments of `Axes.imshow`, such as `vmax=1` or `cmap=`.
 
@@ -658,7 +661,7 @@ def overlay(
     Args:
         image: Path, Pillow image or array, as the model saw it; see `regard.images.load_pixels`. It is stretched over
             the grid. If the processor crops, pass `regard.images.undo_normalisation(pixel_values[0], processor)`.
-        weights: One row of a matrix, (tokens,): `recording[name][0, head, query]`, or a mean of several.
+        weights: One row of a matrix, (tokens,): `recording[name][0, head, query]`, or the mean of several rows.
         grid: Where the patches are: `recording.grids(name)[0]`, or `regard.images.read_grids(config, inputs)[0][0]`.
         query: Row and column of the patch that attends, which is outlined.
         tokens: Names of all tokens; only names of tokens other than patches are shown. Default: the names in the grid.

@@ -168,7 +168,7 @@ class Fault:
     Args:
         name: The name for scripts.
         message: What is wrong.
-        hint: How to fix it.
+        hint: How to fix the problem.
         variants: The ways in which functions have the fault, each as the `Steps` fields that it replaces.
         if_intended: How to describe the function to the kit if the behaviour is intended.
     """
