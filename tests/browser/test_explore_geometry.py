@@ -271,8 +271,7 @@ def test_tensors_are_accepted():
         (dict(query=pronoun.Q), "a query without a key"),
         (
             dict(query=three_tokens.Q, key=three_tokens.K),
-            "query with 4 entries each; expected query with 2 entries each, the coordinates in a plane. "
-            "explore.pipeline",
+            "query with 4 entries each; expected query with 2 entries each, the coordinates in a plane.",
         ),
         (dict(query=pronoun.Q, key=pronoun.K, value=np.ones((3, 1))), "value with 1 entry each"),
         (dict(query=[[np.nan, 0]], key=[[1, 0]]), "query with entries that are not finite"),

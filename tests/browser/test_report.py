@@ -108,7 +108,7 @@ def test_the_answer_counts_heads_over_documents_that_are_longer(tab, survey, row
     assert re.sub(r"\s+", " ", answer).startswith("1 of 5 heads have at least")
     longer = rows[rows["tokens"] > 128]["document"].nunique()
     assert f"{longer} documents with more than 128" in tab.locator("#more").inner_text()
-    assert f"over {longer} documents" in report.answer()
+    assert f"measured on {longer} longer documents" in report.answer()
     found = set()
     for summary in report.summary["windows"]:
         tab.get_by_label("Window", exact=True).select_option(str(summary["window"]))

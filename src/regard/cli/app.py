@@ -102,7 +102,7 @@ See what every attention head of a model does.
   Learn attention        regard explore model --open
 
 MODEL is a folder, a name on the Hugging Face Hub, module:function (a function
-that returns a model), or stories, the small trained model that comes with regard.
+that returns a model), or stories, a small model that comes with regard.
 
 All commands: regard --help
 One command:  regard look --help

@@ -286,7 +286,7 @@ def effects(
     wrong: Annotated[
         str | None,
         typer.Option(
-            "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: every other token."
+            "--wrong", "-w", metavar="TEXT", help="Wrong answer to compare with. Default: all other tokens."
         ),
     ] = None,
     baseline: Annotated[
@@ -314,7 +314,7 @@ def effects(
 ) -> int:
     """Measure how much an answer depends on each head of a model.
 
-    The model runs without one head at a time. The table shows how much this changes the log-probability of the answer,
+    Each head is removed in turn. The table shows how much this changes the log-probability of the answer,
     or, with --wrong, the difference between the logits of the two answers.
     """
     printer = Printer(as_json)

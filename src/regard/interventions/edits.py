@@ -141,7 +141,7 @@ def knockout(
     Args:
         layers: Numbers of attention layers in the order in which they run, names of modules, or patterns with `*`.
             Default: all.
-        heads: Query heads. Other heads that share their key and value are not changed. Default: all.
+        heads: Query heads. Other heads that share keys and values with these are not changed. Default: all.
         queries: Attending tokens: a position, a slice, a text that occurs in `intervene(tokens=…)`, or a list of
             positions and texts. Default: all.
         keys: Tokens attended to, in the same forms.

@@ -667,7 +667,7 @@ class Recording(Mapping[str, AttentionMatrix]):
             findings: Findings to list. Default: `recording.diagnose(tokens)`. Not shown with an image.
             title: Title of the page.
             max_bytes: Limit on the file size. Heads beyond the limit have only their map and measures (with an image,
-                only the maps of some queries), and the page says so. Default: 40 MB, with an image 10 MB.
+                only the maps of some queries), and the page says so. Default: 40 MB, or 10 MB with an image.
 
         Returns:
             The page: `page.save(path)` writes it, and a notebook shows it.

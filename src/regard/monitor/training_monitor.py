@@ -69,7 +69,7 @@ class Monitor:
 
     Args:
         model: The model, or its DistributedDataParallel. It must not be compiled.
-        every: Monitor one of this many optimiser steps.
+        every: Monitor one in this many optimiser steps.
         measures: More measures by name, with one number for each row, such as `{"distance": regard.Distance()}`.
         to: Where the numbers go; one target, or a list. A function `(numbers, step)`; a path, to which JSON lines are
             appended; a TensorBoard `SummaryWriter`; a wandb run or module; the module mlflow. If a target raises an

@@ -171,7 +171,7 @@ def heatmap(
 ) -> Any:
     """Draw the weights of one head as an image, queries down and keys across.
 
-    Masked cells are hatched, NaN is orange. Tokens are written if they fit, otherwise positions. Colours run from 0 to
+    Masked cells are hatched, and NaN cells are orange. Tokens are written if they fit, otherwise positions. Colours run from 0 to
     the largest weight drawn.
 
     An axis with more than `cells` tokens is reduced to `cells` cells by `A.coarsen`, and the labels say so. This takes

@@ -73,7 +73,7 @@ class Case:
     >>> from regard.testing import draw_cases
     >>> case, is_possible = next(draw_cases(1, seed=0, tile=8))
     >>> case.dtype, case.mask, is_possible
-    ('float16', 'causal | ~first', True)
+    ('float16', 'causal | ~function', True)
     """
 
     dtype: str

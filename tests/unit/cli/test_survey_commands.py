@@ -141,5 +141,8 @@ def test_survey_and_report_of_a_model(run, texts, tmp_path):
     record = json.loads(done.stdout)
     assert (record["documents"], record["quarantined"], record["heads"]) == (6, 1, 4) and done.stderr == ""
     answer = run("report", out, "-o", tmp_path / "page.html").out
-    assert re.match(r"\d of 4 heads have 99 % of their weight within 64 tokens, over \d documents", answer)
+    pattern = r"\d of 4 heads have 99 % of their weight within 64 tokens, measured on \d longer documents"
+    assert re.match(pattern, answer)
+        r"\d of 4 heads have 99 % of their weight within 64 tokens, measured on \d longer documents", answer
+    )
     assert (tmp_path / "page.html").stat().st_size < 200_000

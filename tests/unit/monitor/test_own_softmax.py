@@ -333,7 +333,7 @@ def test_scores_that_are_not_known_are_nan_with_one_warning(way: str) -> None:
         for _ in range(2):
             model(batch)
             monitor.step()
-    assert len([item for item in caught if "'layers.0' are not known" in str(item.message)]) == 1
+    assert len([item for item in caught if "'layers.0' are unknown" in str(item.message)]) == 1
     expected = scores_from_projections(model, [batch])
     for row in monitor.history:
         assert math.isnan(row["max_score"]) and math.isnan(row["max_score_mean"]) and not row["nonfinite"]

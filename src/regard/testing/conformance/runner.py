@@ -624,7 +624,7 @@ def check_conformance(
     ...     print(finding.message)
     The scale is missing.
     Empty rows are NaN.
-    A masked NaN leaks from the value: it is multiplied by a weight of 0.
+    A masked NaN leaks from the value: 0 · NaN is NaN.
     """
     fn, convention = _resolve(fn, convention, fields)
     outcomes = [_run_supported(fn, convention, probe) for probe in _generate_probes(convention, size)]
