@@ -35,7 +35,7 @@ FIELDS = (
 PAGES_HELP = (
     "pipeline: the four steps, with every number editable; weights: the weights as an image; "
     "scaling: why scores are divided by √d; geometry: queries and keys as arrows; "
-    "cost: count the multiplications; memory: count the bytes moved to and from memory; code: the program line by line; "
+    "cost: count the multiplications; memory: count the bytes moved; code: the program line by line; "
     "model: a small GPT that reads what you type."
 )
 
