@@ -143,9 +143,9 @@ def attribution(
     """Attribute a metric to every head and edge of a model, with one forward and one backward pass.
 
     For each head, the function computes gradient · output, and for each edge, gradient · weight. Both are first-order
-    estimates. The first estimates how the metric changes if the head is ablated, which `effects` measures: attribution patching
-    (Nanda 2023; Syed et al., 2310.10348). The gradient of the weights, dL/dA = dL/dO · Vᵀ, is computed in tiles, so
-    memory is O(n). Summed over a row, gradient · weight equals gradient · output up to rounding.
+    estimates. The first estimates how the metric changes if the head is ablated, which `effects` measures: attribution
+    patching (Nanda 2023; Syed et al., 2310.10348). The gradient of the weights, dL/dA = dL/dO · Vᵀ, is computed in
+    tiles, so memory is O(n). Summed over a row, gradient · weight equals gradient · output up to rounding.
 
     Args:
         model: The model, in eval mode. Its parameters and their gradients are not changed.
