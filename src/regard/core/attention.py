@@ -36,7 +36,7 @@ _OTHER_ARGUMENTS = {
     "causal": "Write mask=regard.causal().",
     "attn_mask": "Write mask=regard.masks.dense(attn_mask) for booleans, True = attend, or "
     "score_mod=regard.score_mods.bias(attn_mask) for an additive mask.",
-    "attention_mask": "Write mask=regard.padding(attention_mask.sum(-1)) for a tokenizer's mask, or "
+    "attention_mask": "Write mask=regard.masks.dense(attention_mask[:, None, None].bool()) for a tokenizer's mask, or "
     "score_mod=regard.score_mods.bias(attention_mask) for an additive mask.",
     "key_padding_mask": "Write mask=regard.padding(lengths), or "
     'regard.masks.dense(key_padding_mask[:, None, None], true_means="ignore").',

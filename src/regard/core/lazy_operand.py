@@ -11,19 +11,7 @@ from regard.errors import ArgumentTypeError, describe_argument
 
 
 class LazyOperand:
-    """Base class of the matrix and its transpose: products work, and all other array operations are refused."""
-
-    def to_dense(self) -> Any:
-        """Compute and store the whole matrix."""
-        raise TypeError(f"{type(self).__name__} must define to_dense()")
-
-    def __matmul__(self, value: Any) -> Any:
-        """Multiply by an array."""
-        raise TypeError(f"{type(self).__name__} must define __matmul__(value)")
-
-    def __rmatmul__(self, x: Any) -> Any:
-        """Multiply an array by the matrix."""
-        raise TypeError(f"{type(self).__name__} must define __rmatmul__(x)")
+    """Base class of the matrix and its transpose, which define `@`: all other array operations are refused."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """Compute `np.matmul`; for another function of NumPy, raise an error with the call to make."""

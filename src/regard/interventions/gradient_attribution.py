@@ -155,16 +155,16 @@ def attribution(
             such as `logit_difference(…)`. Its mean over the batch is attributed.
         baseline: Output of an ablated head: "zero"; "mean", the mean of its outputs over the tokens of the batch,
             without padding; or a recording of another run with `watch(values=True)`, whose outputs are used.
-        steps: Maximum number of points per layer at which the gradient for `effect` is computed. With one point, the
-            model itself, one backward pass serves all layers, but the gradient is not informative where a softmax is
-            saturated. With more points, `effect` is integrated along the path from the outputs of a layer to the
-            baseline, one layer at a time (integrated gradients, Sundararajan et al., 1703.01365). Summed over the heads
-            of a layer, it should equal the change of the metric if the layer is ablated. `completeness` gives the gap,
-            and points are added where it is large, at least 3 in total. The other columns and the edges do not depend
-            on `steps`.
+        steps: Maximum number of points per layer at which the gradient for `effect` is computed. With one point, which
+            is the model without edits, one backward pass serves all layers, but the gradient is not informative where a
+            softmax is saturated. With more points, `effect` is integrated along the path from the outputs of a layer to
+            the baseline, one layer at a time (integrated gradients, Sundararajan et al., 1703.01365). Summed over the
+            heads of a layer, it should equal the change of the metric if the layer is ablated. `completeness` gives the
+            gap between the two. Each layer uses at least 3 points, and more where its gap is large. The other columns
+            and the edges do not depend on `steps`.
         max_gap: Points are added to a layer until its gap, summed over the path, is below this fraction of the range of
-            the metric along the path. If the gap is larger after `steps` points, a warning is issued. Jumps of the
-            metric, such as at a router, leave a gap that more points cannot close.
+            the metric along the path. If the gap is larger after `steps` points, a warning is issued. Jumps in the
+            metric, for example at a router, leave a gap that more points cannot close.
         edges: Number of edges of each head to list.
 
     Returns:
@@ -278,7 +278,7 @@ def _check_metric(value: Any) -> Tensor:
             received="a metric without a gradient"
             if is_constant
             else f"a metric of shape {tuple(value.shape)}",
-            expected="one number for each batch entry, or one, that depends on the model's output",
+            expected="one number for each batch entry, or a single number, computed from the model's output",
             hint="Do not detach it, and do not run the model under torch.no_grad()."
             if is_constant
             else "Select a token, or return a sum or mean: output.logits[:, -1, answer].",

@@ -183,7 +183,7 @@ def _refuse(model: nn.Module, reason: str) -> NoReturn:
     raise ArgumentError(
         OPERATION,
         received=f"a {type(model).__name__}: {reason}",
-        expected="a causal model that computes its logits from a sum of parts, by a norm and a linear layer",
+        expected="a causal model that computes its logits from a sum of parts, with a norm and a linear layer",
         hint="Use interventions.attribution or interventions.effects, which do not need this structure.",
     )
 

@@ -331,7 +331,7 @@ def _select_stack(layer_calls: Sequence[LayerCall], layers: str | Sequence[str] 
         if len(own) > 1 and (len(set(own)) > 1 or not own[0]):
             raise ArgumentError(
                 ROLLOUT,
-                received=f"{len(own)} calls of {name!r}, of several passes",
+                received=f"{len(own)} calls of {name!r} from several passes",
                 expected="one forward pass of the model",
                 hint="Watch one pass at a time: with regard.watch(model) as recording: model(…).",
             )

@@ -403,7 +403,7 @@ class Recording(Mapping[str, AttentionMatrix]):
         not directly comparable, because the scale of the residual stream differs.
 
         Args:
-            query: Text of the attending token, or its position. The tokenizer's mark of a word start (Ġ, ▁) may be
+            query: Text of the attending token, or its position. The tokenizer's word-start marker (Ġ, ▁) may be
                 omitted.
             key: Text or position of the token attended to.
             tokens: Tokens of the keys, (n,) or (batch, n); also used for the queries if both are the same sequence.
@@ -448,8 +448,9 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         Args:
             spans: Ranges of tokens by name, as in `regard.watch`. Default: the spans passed to `watch`.
-            prompt: Number of tokens before the first generated token, including padding. Default: the tokens before the
-                steps of the cache. Pass it for a run over a finished text, or with a single generated token.
+            prompt: Number of tokens before the first generated token, including padding. Default: the number of
+                tokens before the first cached step. Pass it for a run over a finished text, or with a single generated
+                token.
             call: Which call of each layer, if the layers ran over several texts.
             layers: Names of modules or patterns with `*`, including their submodules. Default: all.
 
@@ -458,7 +459,7 @@ class Recording(Mapping[str, AttentionMatrix]):
 
         Raises:
             ArgumentError: If there are no spans, they overlap or are empty, or layers have several calls.
-            IndexOutOfRangeError: If a span, the prompt or the call does not exist.
+            IndexOutOfRangeError: If a span, `prompt` or `call` is out of range.
 
         >>> import regard, torch
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()

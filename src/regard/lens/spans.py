@@ -96,7 +96,7 @@ def parse_spans(spans: Any, operation: str) -> Spans:
             raise ArgumentError(
                 operation,
                 received=f"a span named {name!r}",
-                expected="a text other than " + ", ".join(map(repr, RESERVED_NAMES)),
+                expected="a non-empty string other than " + ", ".join(map(repr, RESERVED_NAMES)),
                 hint="These are names of other columns. Choose another name.",
             )
     if not names:

@@ -600,7 +600,7 @@ def check_model(model: Any, operation: str) -> None:
             raise ArgumentError(
                 operation,
                 received=f"a {type(module).__name__}{where}",
-                expected="a model that runs in Python, in one piece",
+                expected="a model that runs in Python and is not replicated by DataParallel",
                 hint="Watch the original model (for DataParallel, model.module).",
             )
 
@@ -616,7 +616,8 @@ def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set
                 "watch",
                 received=f"layers with {pattern!r}",
                 expected="module names, or patterns that match module names",
-                hint=f"It has {', '.join(map(repr, names[1:4]))}, …: [name for name, _ in model.named_modules()].",
+                hint=f"The model has {', '.join(map(repr, names[1:4]))}, …; "
+                "[name for name, _ in model.named_modules()] lists all names.",
             )
         selected |= matches
     return selected

@@ -33,7 +33,7 @@ MAX_INTERVALS = 8
 class Entropy(RowMean):
     """The entropy of each row in nats, −Σ p ln p: shape (…, q_len); 0 for a row with one live key or none.
 
-    p are the weights of the row. If there is a sink, they are divided by their sum.
+    p is the vector of the row's weights. If there is a sink, the weights are divided by their sum.
 
     Args:
         include_sink: Whether the sink counts as one more key: p then consists of the share of the sink and the

@@ -117,7 +117,7 @@ class LoadedModel:
                     "encode",
                     received=f"a text for {self.name}, which has no tokenizer and "
                     + ("no embedding" if vocab_size is None else f"a vocabulary of {vocab_size:,} tokens"),
-                    expected="a tokenizer, or a model with at most 256 tokens, which reads bytes",
+                    expected="a tokenizer, or a model that reads bytes, with a vocabulary of at most 256 tokens",
                     hint="Put the tokenizer files in the folder, or return (model, tokenizer) from module:function.",
                 )
             ids = list(text.encode(errors="surrogateescape"))

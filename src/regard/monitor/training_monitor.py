@@ -54,7 +54,8 @@ class Monitor:
 
     `monitor.history` has one row for each step, layer and head:
 
-    - `max_score`: the largest score, after scale, mask and score modifications; `max_score_mean`: the mean over rows.
+    - `max_score`: the largest score, after scale, mask and score modifications; `max_score_mean`: the mean over rows
+      of each row's largest score.
       Both are NaN, with a warning, if a layer computes its own softmax in a way that hides the scores.
     - `entropy`: the mean entropy of a row, in nats; `entropy_min`: the smallest.
     - `first`: the mean weight on the first token; `first_max`: the largest.

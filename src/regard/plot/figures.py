@@ -171,8 +171,8 @@ def heatmap(
 ) -> Any:
     """Draw the weights of one head as an image, queries down and keys across.
 
-    Masked cells are hatched, and NaN cells are orange. Tokens are written if they fit, otherwise positions.
-    Colours run from 0 to the largest weight drawn.
+    Masked cells are hatched, and NaN cells are orange. The axes are labelled with tokens if they
+    fit, otherwise with positions. Colours run from 0 to the largest weight drawn.
 
     An axis with more than `cells` tokens is reduced to `cells` cells by `A.coarsen`, and the labels say so. This takes
     one pass over the whole head: minutes at 131,072 tokens. For speed, draw fewer rows: `A.lazy[::256]` draws every

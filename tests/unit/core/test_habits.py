@@ -145,6 +145,7 @@ A, B = regard.attention(q, k), regard.attention(QUERY, KEY)
 NAMES = {
     "regard": regard, "np": np, "q": q, "k": k, "v": v, "A": A, "B": B, "QUERY": QUERY, "KEY": KEY,
     "keep": np.ones((7, 11), bool), "numbers": np.zeros((7, 11)), "lengths": [11, 6], "slopes": np.ones(3),
+    "real": np.ones((2, 11), int),
 }  # fmt: skip
 
 F = "regard.mask(lambda b, h, i, j: i >= j)"
@@ -156,7 +157,10 @@ ANSWERED = [
     ("regard.attention(q, k, value=v)", "regard.attention(q, k) @ v"),
     ("regard.attention(q, k, attn_mask=keep)", "regard.attention(q, k, mask=regard.masks.dense(keep))"),
     ("regard.attention(q, k, attn_mask=numbers)", "regard.attention(q, k, score_mod=regard.score_mods.bias(numbers))"),
-    ("regard.attention(QUERY, KEY, attention_mask=keep)", "regard.attention(QUERY, KEY, mask=regard.padding(lengths))"),
+    (
+        "regard.attention(QUERY, KEY, attention_mask=real)",
+        "regard.attention(QUERY, KEY, mask=regard.masks.dense(real[:, None, None] > 0))",
+    ),
     (
         "regard.attention(QUERY, KEY, key_padding_mask=keep)",
         "regard.attention(QUERY, KEY, mask=regard.padding(lengths))",

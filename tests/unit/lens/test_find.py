@@ -280,7 +280,7 @@ def test_rollout_is_of_one_pass(depth):
     with torch.no_grad(), regard.watch(model) as two:
         model(x)
         model(other)
-    with pytest.raises(ArgumentError, match=r"2 calls of '0', of several passes.* Watch one pass at a time"):
+    with pytest.raises(ArgumentError, match=r"2 calls of '0' from several passes.* Watch one pass at a time"):
         two.rollout(-1)
     with torch.no_grad(), regard.watch(torch.nn.ModuleDict({"model": model})) as inside:
         model(x)
