@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +51,21 @@ def test_the_figures_of_the_readme_are_what_the_benchmarks_kept(monkeypatch):
     readme = (ROOT / "README.md").read_text()
     assert figures.insert_table(readme) == readme
     assert figures.insert_table(readme.replace("| `A @ value`, 8 heads", "| faster")) == readme
+
+
+def test_a_build_that_lost_a_page_fails(tmp_path, monkeypatch):
+    pytest.importorskip("myst_nb")
+    from sphinx.errors import ExtensionError
+
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the settings add the folder of our extensions
+    check_pages = runpy.run_path(str(ROOT / "docs/conf.py"))["check_pages"]
+    builder = SimpleNamespace(name="html", get_outfilename=lambda name: tmp_path / f"{name}.html")
+    app = SimpleNamespace(env=SimpleNamespace(found_docs={"written", "lost"}), builder=builder)
+    (tmp_path / "written.html").touch()
+    with pytest.raises(ExtensionError, match=r"not written: lost\."):
+        check_pages(app, None)
+    (tmp_path / "lost.html").touch()
+    check_pages(app, None)
 
 
 def test_the_commands_of_claims_and_contributing_name_existing_files():
