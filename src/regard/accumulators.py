@@ -29,6 +29,19 @@ class RowSum:
     intervals: tuple[tuple[int, int], ...] | None = None
 
 
+@dataclass(frozen=True)
+class RowMoments:
+    """The weight of each row, its mean distance and its squared deviations from it: (pairs, rows, 3), float64.
+
+    With d = kv_idx − q_idx − offset, the numbers are Σ w, m = Σ w · d / Σ w, and Σ w · (d − m)².
+
+    Attributes:
+        offset: Added to q_idx, to get the position of a query among the keys.
+    """
+
+    offset: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class DistanceSum:
     """The sum of the weights of each row at some distances: (pairs, rows), float64.
@@ -92,4 +105,6 @@ class RowMaxScore:
     """The largest score of each row, without the sink: (pairs, rows), float64; −inf for a row without live keys."""
 
 
-Accumulator = RowSum | DistanceSum | ColumnSum | DiagonalSum | CellReduction | RowTopK | RowMaxScore
+Accumulator = (
+    RowSum | RowMoments | DistanceSum | ColumnSum | DiagonalSum | CellReduction | RowTopK | RowMaxScore
+)

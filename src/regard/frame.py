@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -137,7 +136,9 @@ def is_contiguous(positions: IntArray) -> bool:
     >>> is_contiguous(np.array([3, 4, 5])), is_contiguous(np.array([3, 5]))
     (True, False)
     """
-    return len(positions) > 0 and bool(np.all(np.diff(positions) == 1))
+    if len(positions) < 2:
+        return len(positions) == 1
+    return bool((positions[1:] - positions[:-1] == 1).all())
 
 
 def as_index(positions: IntArray) -> IntArray | slice:
@@ -152,8 +153,10 @@ def as_index(positions: IntArray) -> IntArray | slice:
 def take_range(positions: Array, start: int, stop: int, first: int = 0) -> Array:
     """Return the positions start, …, stop − 1; a tensor carries the slice, so that its device need not be asked."""
     taken = positions[start - first : stop - first]
-    with suppress(AttributeError):  # NumPy arrays take no attributes, and need none
+    try:
         taken.tile_slice = slice(start, stop)
+    except AttributeError:  # NumPy arrays take no attributes, and need none
+        return taken
     return taken
 
 
@@ -185,4 +188,5 @@ def check_matrix_shape(array: Array, frame: Frame, operation: str) -> None:
             expected=f"one that broadcasts to {matrix_shape}",
             hint="The last two axes are q_len and kv_len, each of full length or 1.",
         )
-    frame.take_pairs(array[..., :1, :1], 2, operation)
+    if math.prod(shape[:-2]) != 1:
+        frame.take_pairs(array[..., :1, :1], 2, operation)

@@ -19,9 +19,10 @@ import numpy as np
 
 from regard.accumulators import Accumulator
 from regard.errors import ArgumentError, format_named_shape
-from regard.frame import Frame, is_contiguous
+from regard.frame import Frame, as_index, is_contiguous
 from regard.masks import Mask
 from regard.masks.base import classify_blocks
+from regard.masks.kinds import IntParameter
 from regard.render import text
 from regard.score_mods import ScoreMod
 from regard.types import Array, IntArray, Namespace
@@ -164,6 +165,14 @@ class Engine(Protocol):
         """
         raise TypeError(f"{self.name} has no fused kernel whose lse could be used")
 
+    def softmax(self, scores: Array) -> Array | None:
+        """Compute the weights of whole rows, naively; None if one is not finite, as in a row without live keys.
+
+        Args:
+            scores: (…, r, c).
+        """
+        return None
+
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         """Reduce consecutive segments of an axis.
 
@@ -234,6 +243,14 @@ class Engine(Protocol):
 
     def prefers_compiled_pass(self, problem: Problem) -> bool:
         """Return whether the compiled pass is faster than a fused product of the upcast arrays, and needs no lse of it.
+
+        Args:
+            problem: Matrix in canonical form.
+        """
+        return False
+
+    def keeps_exponentials(self, problem: Problem) -> bool:
+        """Return whether the compiled pass computes each score once, so that it is slower with the lse of a product.
 
         Args:
             problem: Matrix in canonical form.
@@ -411,7 +428,7 @@ def find_arrays(*parts: Any) -> list[Any]:
     """Find the arrays that masks and score modifications hold, at any depth of lists, dataclasses and torch modules."""
     arrays = []
     for part in parts:
-        if part is None or isinstance(part, (str, int, float)):
+        if part is None or isinstance(part, (str, int, float, IntParameter)):
             continue  # most fields, for which `hasattr` would cost a microsecond
         if isinstance(part, (Mask, ScoreMod)):
             arrays += find_arrays(*vars(part).values())
@@ -621,7 +638,16 @@ class Problem:
 
     def take_part(self, pairs: IntArray, rows: IntArray) -> Problem:
         """Return some pairs and rows as a matrix of its own, whose pairs are numbered from 0."""
-        return replace(self.select_pairs(pairs).select_rows(rows), pair_ids=np.arange(len(pairs)))
+        all_rows = len(rows) == len(self.positions) and is_contiguous(rows)
+        return replace(
+            self,
+            query=self.query if all_rows else self.query[:, as_index(rows)],
+            positions=self.positions[rows],
+            query_index=self.query_index[pairs],
+            key_index=self.key_index[pairs],
+            pair_ids=np.arange(len(pairs)),
+            frame=self.frame.select(pairs),
+        )
 
     def scores(self, rows: IntArray, columns: IntArray, full: bool = False) -> Array:
         """Compute the scores of a tile: scale → score modifications in the order given → mask.
@@ -641,7 +667,25 @@ class Problem:
         scores = engine.compute_scores(query, key, self.scale)
         if len(scores) != self.shape[0]:
             scores = xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
-        q_idx = self.positions[rows]
+        return self._modify_scores(scores, self.positions[rows], columns, full)
+
+    def compute_all_scores(self) -> Array:
+        """Compute the scores of a small matrix without taking it apart: (pairs, rows, kv_len)."""
+        engine = self.engine
+        query, key = (
+            engine.cast(array[_as_pair_index(index, engine.xp)], self.dtype)
+            for array, index in ((self.query, self.query_index), (self.key, self.key_index))
+        )
+        scores = engine.compute_scores(query, key, self.scale)
+        if len(scores) != self.shape[0]:
+            scores = engine.xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
+        if not self.score_mods and self.mask is None:
+            return scores
+        return self._modify_scores(scores, self.positions, np.arange(self.frame.kv_len), full=False)
+
+    def _modify_scores(self, scores: Array, q_idx: IntArray, columns: IntArray, full: bool) -> Array:
+        """Apply score modifications, and the mask unless it is known to allow the whole tile."""
+        xp = self.engine.xp
         for score_mod in self.score_mods:
             scores = score_mod.apply(scores, self.frame, q_idx, columns, xp)
         if self.mask is None or full:
@@ -682,6 +726,14 @@ class Problem:
 # Leading axes
 
 
+def _as_pair_index(index: IntArray, xp: Namespace) -> Array | slice:
+    """Return the pairs of a small matrix as a slice if possible, of one pair if they are all equal."""
+    if len(index) == 1 or (index == index[0]).all():
+        return slice(int(index[0]), int(index[0]) + 1)
+    taken = as_index(index)
+    return taken if isinstance(taken, slice) else xp.asarray(taken)
+
+
 def num_pairs(array: Array) -> int:
     """Count the (batch, head) pairs of an array (…, length, width)."""
     return math.prod(array.shape[:-2])
@@ -692,6 +744,8 @@ def broadcast_index(
 ) -> IntArray:
     """Compute which pair of an array (…, length, width) each pair of the matrix uses: flat indices, (pairs,)."""
     own_shape = tuple(array.shape[:-2])
+    if own_shape == leading_shape and groups <= 1:
+        return np.arange(math.prod(own_shape))
     pairs = np.arange(math.prod(own_shape)).reshape(own_shape)
     if groups > 1 and own_shape:
         pairs = np.repeat(pairs, groups, axis=-1)
@@ -711,13 +765,14 @@ def leading_shape(
     query: Array, key: Array, enable_gqa: bool, operation: str = "attention"
 ) -> tuple[tuple[int, ...], int]:
     """Compute the leading axes of the matrix, and how many query heads share a key head."""
+    q_shape, k_shape = query.shape, key.shape
+    leading = tuple(q_shape[:-2])
     if (
         not enable_gqa
-        and query.ndim > 1 < key.ndim
-        and query.shape[:-2] == key.shape[:-2]
-        and query.shape[-1] == key.shape[-1]
+        and len(q_shape) == len(k_shape) > 1
+        and (*leading, q_shape[-1]) == (*k_shape[:-2], k_shape[-1])
     ):
-        return tuple(query.shape[:-2]), 1  # fast path of the common case
+        return leading, 1  # fast path of the common case
     for name, array in (("query", query), ("key", key)):
         if array.ndim < 2:
             raise ArgumentError(

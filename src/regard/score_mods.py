@@ -251,6 +251,8 @@ class BiasMod(ScoreMod):
     ) -> Array:
         block = frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "bias")
         entries = _convert(block, "bias", "array", xp)
+        if entries.dtype == dtype:
+            return entries
         bias = xp.astype(entries, dtype)
         # The lowest float64 number becomes −inf in float32, but it must not mask.
         return xp.where((bias == -xp.inf) & (entries != -xp.inf), xp.finfo(dtype).min, bias)

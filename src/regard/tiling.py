@@ -6,6 +6,7 @@ Results do not depend on them beyond rounding; time and memory do. `tile_sizes()
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,14 @@ import numpy as np
 
 from regard.types import IntArray
 
+# A long matrix of fewer rows, such as a step of decoding, is read in the block loop, in wide tiles.
+FEW_ROWS, MANY_COLUMNS = 16, 2048
+
+
+def has_few_rows(shape: tuple[int, int, int]) -> bool:
+    """Return whether a matrix (pairs, rows, columns) is long and has few rows."""
+    return shape[1] < FEW_ROWS and shape[2] >= MANY_COLUMNS
+
 
 @dataclass(frozen=True)
 class TileSizes:
@@ -23,8 +32,9 @@ class TileSizes:
 
     Attributes:
         rows: Rows (queries) of a tile of the block loop.
-        columns: Columns (keys) of a tile of the block loop.
+        columns: Columns (keys) of a tile of the block loop; of fewer rows than `rows`, a tile has more columns.
         entries: Entries of a tile over all the (batch, head) pairs that are computed together.
+        whole: Weights up to which a matrix is computed as a single tile, if they fit into `rows` × `columns`.
         cached_scores: Scores of a band up to which they are cached between the two passes, not recomputed.
         mask_rows: Rows at which a mask without larger structure is split.
         mask_tile_rows: Rows of a band of a fused call that needs a mask tile; the tile is at most rows × kv_len.
@@ -37,6 +47,7 @@ class TileSizes:
     rows: int = 512
     columns: int = 512
     entries: int = 1 << 19
+    whole: int = 1 << 13
     cached_scores: int = 1 << 22
     mask_rows: int = 256
     mask_tile_rows: int = 512
@@ -45,10 +56,20 @@ class TileSizes:
     topk_columns: int = 4096
     intervals: int = 1 << 22
 
+    def widen(self, shape: tuple[int, int, int]) -> TileSizes:
+        """Return sizes for a matrix (pairs, rows, columns): with few rows, a tile has as many columns as fit."""
+        if not has_few_rows(shape):
+            return self
+        return replace(self, columns=max(self.columns, self.entries // max(1, shape[0] * shape[1])))
+
     def split_rows(self, count: int) -> Iterator[IntArray]:
         """Split `count` rows into bands of at most `rows` each, in order."""
         for start in range(0, count, self.rows):
             yield np.arange(start, min(start + self.rows, count))
+
+    def is_whole(self, shape: tuple[int, int, int]) -> bool:
+        """Return whether a matrix of shape (pairs, rows, columns) is small enough for a single tile, and not empty."""
+        return 0 < math.prod(shape) <= min(self.whole, self.entries, self.rows * self.columns)
 
     def split_pairs(self, shape: tuple[int, int, int]) -> Iterator[IntArray]:
         """Split the (batch, head) pairs of a matrix into groups whose tiles have at most `entries` entries.

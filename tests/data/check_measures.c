@@ -1,4 +1,5 @@
-/* Compare the compiled pass with a plain computation in double, without Python: for processors that are emulated. */
+/* Compare the compiled pass with a plain computation in double, without Python: for processors that are emulated, and for
+   other systems. It checks the sources compiled into it or, with TYPES_ONLY, the library whose path is its argument. */
 
 #include <stdio.h>
 #include <string.h>
@@ -6,6 +7,37 @@
 #define SOURCE_HASH ""
 #include "measures.c"
 
+#if defined(TYPES_ONLY)
+#if defined(_WIN32)
+#include <windows.h>
+#define OPEN(path) (void *)LoadLibraryA(path)
+#define FIND(library, name) (void *)GetProcAddress((HMODULE)library, name)
+#else
+#include <dlfcn.h>
+#define OPEN(path) dlopen(path, RTLD_NOW)
+#define FIND(library, name) dlsym(library, name)
+#endif
+
+static int (*regard_has_set)(int);
+static int (*regard_run)(int, int, const Job *);
+static int (*regard_exp)(int, int, const void *, void *, int64_t);
+
+static int load(const char *path) {
+    void *library = OPEN(path);
+    if (!library) return printf("%s does not load\n", path), 0;
+    const char *(*hash)(void) = FIND(library, "regard_source_hash");
+    int (*job_bytes)(void) = FIND(library, "regard_job_bytes");
+    regard_has_set = FIND(library, "regard_has_set"), regard_run = FIND(library, "regard_run");
+    regard_exp = FIND(library, "regard_exp");
+    if (!hash || !job_bytes || !regard_has_set || !regard_run || !regard_exp) return printf("a function is missing\n"), 0;
+    printf("library of the sources %s\n", hash());
+    return job_bytes() == (int)sizeof(Job);
+}
+#else
+static int load(const char *path) { return printf("compiled without TYPES_ONLY, which loads %s\n", path), 0; }
+#endif
+
+enum { NUM_INSTRUCTION_SETS = 3 };
 enum { ROWS = 300, KEYS = 200, DIM = 7, K = 5, BLOCKS = 2, KEY_BLOCKS = 4, CELLS = 9 };
 
 static double query[ROWS][DIM], key[KEYS][DIM], weights[ROWS][KEYS], scores[ROWS][KEYS];
@@ -86,7 +118,8 @@ static void check_exponentials(int set) {
     checks++, failures += worst > 2;
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    if (argc > 1 && !load(argv[1])) return 2;
     for (int r = 0; r < ROWS; r++)
         for (int d = 0; d < DIM; d++) query[r][d] = query32[r][d] = (float)draw();
     for (int k = 0; k < KEYS; k++)
@@ -111,7 +144,7 @@ int main(void) {
             segment[2] = block * KEY_BLOCKS + k;
         }
     }
-    for (int set = 0; set < NUM_SETS; set++) {
+    for (int set = 0; set < NUM_INSTRUCTION_SETS; set++) {
         if (!regard_has_set(set)) continue;
         run_and_compare(set, 0), run_and_compare(set, 1), check_exponentials(set);
     }

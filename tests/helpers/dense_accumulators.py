@@ -13,6 +13,7 @@ from regard.accumulators import (
     DiagonalSum,
     DistanceSum,
     RowMaxScore,
+    RowMoments,
     RowSum,
     RowTopK,
 )
@@ -43,6 +44,13 @@ def accumulate_dense(accumulator: Accumulator, weights: Any, scores: Any, q_idx:
             return (weights * np.abs(rows + offset - keys)).sum(-1)
         case RowSum("position"):
             return (weights * keys).sum(-1)
+        case RowMoments(offset):
+            ahead, total = keys - rows - offset, weights.sum(-1)
+            mean = (weights * ahead).sum(-1) / np.where(total == 0, 1, total)
+            deviations = (weights * (ahead - mean[..., None]) ** 2).sum(-1)
+            empty = total == 0  # the mean of no keys is that of key 0
+            mean = np.where(empty, -(rows[:, 0] + offset), mean)
+            return np.stack([total, mean, deviations], axis=-1)
         case DistanceSum(least, most, query_labels, key_labels):
             counted = (keys - rows >= least) & (keys - rows <= most)
             if query_labels is not None:

@@ -58,7 +58,10 @@ WITHOUT_EXAMPLE: dict[str, str] = {
     "regard.lens.ShardedRecording": "runs in a group of processes; see docs/guides/20-many-ranks.md",
     "regard.transformers.UnrecordedWeights": "what regard.transformers.choose_layers leaves out",
     "regard.models.LoadedModel": "returned by regard.models.load",
+    "regard.monitor.ClippedHead": "returned by regard.monitor.qk_clip",
     "regard.models.EncodedText": "returned by LoadedModel.encode",
+    "regard.interventions.Circuits": "returned by regard.interventions.circuits",
+    "regard.interventions.HeadWeights": "returned by Circuits.weights",
     "regard.interventions.Edit": "returned by regard.interventions.knockout and its siblings",
     "regard.interventions.EffectTable": "returned by regard.interventions.effects",
     "regard.monitor.Alarm": "created by a rule in a monitored step",
@@ -67,12 +70,21 @@ WITHOUT_EXAMPLE: dict[str, str] = {
     "regard.monitor.AlarmWarning": "issued by a monitored step",
     "regard.monitor.DeadHead": "an argument of regard.monitor.Monitor",
     "regard.monitor.EntropyCollapse": "an argument of regard.monitor.Monitor",
+    "regard.monitor.History": "an attribute of regard.monitor.Monitor",
+    "regard.monitor.Incident": "listed by regard.monitor.Monitor.incidents",
+    "regard.monitor.Snapshot": "passed to the rules of regard.monitor.Monitor",
     "regard.monitor.NonFinite": "an argument of regard.monitor.Monitor",
+    "regard.monitor.LostAttention": "an argument of regard.monitor.Monitor",
     "regard.monitor.SaturatedHead": "an argument of regard.monitor.Monitor",
     "regard.monitor.ScoreGrowth": "an argument of regard.monitor.Monitor",
     "regard.monitor.LightningCallback": "runs inside a Trainer of Lightning",
     "regard.monitor.TrainerCallback": "runs inside a Trainer of transformers",
     "regard.policy.Verification": "returned by regard.policy.CachePolicy.verify",
+    "regard.vllm.RequestLog": "returned by regard.vllm.load",
+    "regard.vllm.RequestRecord": "returned by regard.vllm.load",
+    "regard.vllm.Settings": "the example of the package builds one",
+    "regard.vllm.find_spans": "asks a server; see docs/guides/24-in-production.md",
+    "regard.vllm.load": "reads the files of a server; see docs/guides/24-in-production.md",
     "regard.survey.run": "starts processes that run a model over files; see tests/unit/survey/test_survey.py",
     "regard.survey.load": "reads the files of a survey",
     "regard.survey.Survey": "describes the files of a survey",
@@ -94,7 +106,14 @@ WITHOUT_ARGS: dict[str, str] = {
     "regard.monitor.LightningCallback.": "called by the Trainer of Lightning",
     **{
         f"regard.monitor.{name}.check": "regard.monitor.AlarmRule lists them"
-        for name in ("DeadHead", "EntropyCollapse", "NonFinite", "SaturatedHead", "ScoreGrowth")
+        for name in (
+            "DeadHead",
+            "EntropyCollapse",
+            "LostAttention",
+            "NonFinite",
+            "SaturatedHead",
+            "ScoreGrowth",
+        )
     },
 }
 

@@ -83,7 +83,10 @@ def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> Resolve
         if isinstance(entry, slice):
             chosen, local_entry = _resolve_slice(entry, shape[axis], operation), slice(None)
         elif _is_integer(entry):
-            chosen = _check_range(np.array([operator.index(entry)]), shape[axis], axis, operation)
+            number = operator.index(entry)
+            chosen = np.array([number])
+            if not 0 <= number < shape[axis]:
+                chosen = _check_range(chosen, shape[axis], axis, operation)
             local_entry = 0
         else:
             array = _as_integers(entry, operation)

@@ -54,26 +54,29 @@ _OTHER_ARGUMENTS = {
 
 def _hint_at_arguments(function: FunctionT) -> FunctionT:
     """Make a function name the argument to pass if it gets one that another attention function has."""
-    accepted = inspect.signature(function).parameters
+    accepted = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        unknown = [name for name in kwargs if name not in accepted]
-        if len(args) > 2:
-            unknown.insert(0, "mask" if isinstance(args[2], Mask) else "value")
-        if unknown:
-            name = function.__name__
-            hints = _OTHER_ARGUMENTS | {
-                "value": f"Multiply: regard.{name}(query, key) @ value.",
-                "mask": "Pass it by name: mask=….",
-            }
-            raise ArgumentTypeError(
-                name,
-                received=f"the argument {unknown[0]}",
-                expected=", ".join(accepted),
-                hint=hints.get(unknown[0], f"help(regard.{name}) explains each of them."),
-            )
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:  # looked into only now: a call takes microseconds
+            unknown = [name for name in kwargs if name not in accepted]
+            if len(args) > 2:
+                unknown.insert(0, "mask" if isinstance(args[2], Mask) else "value")
+            if not unknown:
+                raise
+        name = function.__name__
+        hints = _OTHER_ARGUMENTS | {
+            "value": f"Multiply: regard.{name}(query, key) @ value.",
+            "mask": "Pass it by name: mask=….",
+        }
+        raise ArgumentTypeError(
+            name,
+            received=f"the argument {unknown[0]}",
+            expected=", ".join(accepted),
+            hint=hints.get(unknown[0], f"help(regard.{name}) explains each of them."),
+        )
 
     return checked  # type: ignore[return-value]
 
@@ -269,16 +272,17 @@ def as_score_mods(score_mod: ScoreMod | Sequence[ScoreMod] | None) -> tuple[Scor
 def check_fits(spec: Spec, frame: Frame) -> None:
     """Refuse a mask, score modification or sink of the wrong type, or one that does not fit the matrix."""
     check_mask_and_score_mods(spec.mask, spec.score_mods)
-    for part in (spec.mask, *spec.score_mods):
-        if part is not None:
-            part.check(frame)
+    if spec.mask is not None:
+        spec.mask.check(frame)
+    for score_mod in spec.score_mods:
+        score_mod.check(frame)
     if spec.sink is not None:
         frame.per_head(spec.sink, "attention: sink")
 
 
 def check_mask_and_score_mods(mask: Mask | None, score_mods: Sequence[ScoreMod]) -> None:
     """Refuse a mask that is not a `Mask`, or a score modification that is not a `ScoreMod`."""
-    if mask is not None:
+    if mask is not None and not isinstance(mask, Mask):
         numbers = "use score_mod=regard.score_mods.bias(array) to add numbers to the scores"
         hint = f"regard.masks.dense(array) for booleans, True = attend; {numbers}"
         _check_type(mask, Mask, "mask", "a mask such as regard.causal()", hint)

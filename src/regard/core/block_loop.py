@@ -113,9 +113,15 @@ def normalise(scores: Array, stats: SoftmaxStats, engine: Engine) -> Array:
 
 
 def run_block_loop(
-    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None = None
+    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None = None, *, compiled: bool = True
 ) -> tuple[list[Any], SoftmaxStats | None]:
     """Run measures over the whole matrix; they share the pass.
+
+    Args:
+        problem: Matrix in canonical form.
+        measures: The measures.
+        known: Statistics of its rows, if they are known.
+        compiled: Whether a compiled pass may compute what it can. For a matrix of a few tiles, the loop is faster.
 
     Returns:
         The result of each measure, and the statistics of all rows. If gradients are required, the engine computes the
@@ -127,7 +133,63 @@ def run_block_loop(
     if measures and problem.engine.requires_grad(problem, *arrays):
         bands = tile_sizes(on_device=problem.engine.is_asynchronous).split_rows(problem.shape[1])
         return problem.engine.differentiate(problem, measures, list(bands)), known
-    return _run_passes(problem, measures, known, lambda measure, state: measure.finish(state))
+    return _run_passes(
+        problem,
+        measures,
+        known,
+        lambda measure, state: measure.finish(state),
+        compiled=compiled,
+        recomputes=True,
+    )
+
+
+def is_whole(problem: Problem) -> bool:
+    """Return whether a matrix is a single tile: a small one without a sink and gradients, with all its keys here."""
+    return (
+        tile_sizes().is_whole(problem.shape)
+        and type(problem) is Problem
+        and problem.sink is None
+        and problem.key.shape[-2] == problem.shape[2]
+        and not problem.engine.is_asynchronous
+        and not problem.engine.requires_grad(problem)
+    )
+
+
+def compute_whole(problem: Problem) -> tuple[Array, Array] | None:
+    """Compute scores and weights of a matrix that is a single tile, (pairs, rows, kv_len) each.
+
+    Return None if it is not, or if the weights of a row are not finite, as those of a row without live keys.
+    """
+    if not is_whole(problem):
+        return None
+    engine = problem.engine
+    with engine.suppress_warnings():
+        scores = problem.compute_all_scores()
+        weights = engine.softmax(scores)
+    return None if weights is None else (scores, weights)
+
+
+def run_measures(
+    problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None = None
+) -> tuple[list[Any], SoftmaxStats | None]:
+    """Run measures over a small matrix as a single tile, over any other in the loop; see `run_block_loop`.
+
+    Returns:
+        The result of each measure, and the statistics; those of a small matrix are `known`.
+    """
+    arrays = [array for measure in measures if (array := getattr(measure, "array", None)) is not None]
+    needs_loop = not measures or (arrays and problem.engine.requires_grad(problem, *arrays))
+    whole = None if needs_loop else compute_whole(problem)
+    if whole is None:
+        return run_block_loop(problem, measures, known)
+    (scores, weights), xp, results = whole, problem.engine.xp, []
+    q_idx, kv_idx = (take_range(xp.arange(n), 0, n) for n in problem.shape[1:])
+    with problem.engine.suppress_warnings():
+        for measure in measures:
+            bound: Any = measure.bind(problem)
+            state = bound.step(bound.init(problem.shape, xp), weights, scores, q_idx, kv_idx, xp)
+            results.append(bound.finish(resolve_sums(bound.compact(state))))
+    return results, known
 
 
 def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:
@@ -145,12 +207,17 @@ def accumulate_states(problem: Problem, measures: Sequence[Measure], known: Soft
 
 def _run_passes(
     problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None, convert: Any, *,
-    compiled: bool = True,
+    compiled: bool = True, recomputes: bool = False,
 ) -> tuple[list[Any], SoftmaxStats]:  # fmt: skip
-    """Run what a compiled pass can compute in it, and the rest in the loop; `convert` each bound measure and state."""
+    """Run what a compiled pass can compute in it, and the rest in the loop; `convert` each bound measure and state.
+
+    With `recomputes`, a compiled pass that is as fast without statistics computes its own: results of a measure then do
+    not depend on earlier calls.
+    """
     engine, concat = problem.engine, problem.engine.xp.concat
     with engine.suppress_warnings(), engine.no_grad():
-        done, stats = _run_compiled(problem, measures, known) if compiled else ({}, None)
+        given = None if recomputes and problem.engine.keeps_exponentials(problem) else known
+        done, stats = _run_compiled(problem, measures, given) if compiled else ({}, None)
         known = known or stats
         results = {i: convert(*bound_and_state) for i, bound_and_state in done.items()}
         rest = [measure for i, measure in enumerate(measures) if i not in done]
@@ -218,7 +285,7 @@ GroupPart = tuple[list[tuple[Any, Any]], SoftmaxStats]
 
 def _run_groups(problem: Problem, measures: Sequence[Measure], known: SoftmaxStats | None) -> list[GroupPart]:
     """Run measures in the loop, over groups of pairs whose tiles fit into memory together."""
-    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous).widen(problem.shape)
     usable = known if known is not None and known.fits(compiled=False) else None
     return [
         _run_pairs(
@@ -252,7 +319,7 @@ def _run_pairs(
         key = engine.take(problem.key, problem.key_index, np.arange(len(kv_range)), problem.dtype)
     computed: list[SoftmaxStats] = []
     for band in sizes.split_rows(problem.shape[1]):
-        blocks = problem.live_blocks(band, sizes.columns)
+        blocks = problem.live_blocks(band, sizes.columns * max(1, sizes.rows // problem.shape[1]))
         cached_scores: list[Any] = [None] * len(blocks)
         if known is None:
             stats, cached_scores = _run_first_pass(problem, band, blocks, sizes.cached_scores)

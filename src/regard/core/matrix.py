@@ -11,7 +11,7 @@ import math
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +27,13 @@ from regard.core.arguments import (
     resolve_reduction,
     resolve_row,
 )
-from regard.core.block_loop import SoftmaxStats, compute_entries, run_block_loop
+from regard.core.block_loop import (
+    SoftmaxStats,
+    compute_entries,
+    compute_whole,
+    run_block_loop,
+    run_measures,
+)
 from regard.core.lazy_operand import LazyOperand
 from regard.core.planner import (
     compute_measured_product,
@@ -47,7 +53,7 @@ from regard.core.products import (
 )
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument, format_named_shape
-from regard.frame import as_index
+from regard.frame import as_index, is_contiguous
 from regard.masks import Mask
 from regard.measures import (
     Coarse,
@@ -129,6 +135,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         self._cached_problem, self._source = problem, source
         self._tracked: list[Any] | None = None if source is None else source.whole._tracked
         self._changes: list[int] | None = None
+        self._fast_product: Any = None
 
     def _forget_if_changed(self) -> None:
         """Drop what was computed from arrays that were changed in place since; called before anything is cached."""
@@ -163,13 +170,12 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             return self._spec.to_problem()
         return self._source.whole.problem.take_part(self._source.pairs, self._source.rows)
 
-    @cached_property
-    def _fast_product(self) -> Any:
-        """The product in one call of the fused kernel, or None."""
+    def _prepare_fast_product(self) -> Any:
+        """Return the product in one call of the engine, or False."""
         spec = self._spec
         if spec.query is None or spec.sink is not None or spec.score_mods:
-            return None
-        return spec.engine.prepare_fast_product(spec.query, spec.key, spec.mask, spec.scale)
+            return False
+        return spec.engine.prepare_fast_product(spec.query, spec.key, spec.mask, spec.scale) or False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -310,7 +316,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         self._require_all_keys("copy()")
         problem = None if self._spec.query is not None else convert_arrays(self.problem, detach)
         self._forget_if_changed()
-        state = {name: value for name, value in vars(self).items() if name != "_fast_product"}
+        state = vars(self) | {"_fast_product": None}
         state |= {"_spec": convert_arrays(self._spec, detach), "_fused_lse": detach(self._fused_lse)}
         if self._stats is not None:
             state["_stats"] = SoftmaxStats(*map(detach, self._stats))
@@ -367,8 +373,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
 
     def to_dense(self) -> ArrayT:
         """Compute and store the whole matrix: (…, heads, q_len, kv_len), `nbytes` of memory."""
-        (weights,), _ = run_block_loop(self.problem, [DenseWeights()])
-        return self._restore_leading_axes(weights)
+        return self._restore_leading_axes(_compute_dense(self.problem))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Convert to a NumPy array of at most 256 MiB."""
@@ -434,7 +439,9 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             ArgumentError: If the shape of the value does not fit the matrix.
             ArgumentTypeError: If the value does not hold real numbers.
         """
-        if self._fast_product is not None:
+        if self._fast_product is None:
+            self._fast_product = self._prepare_fast_product()
+        if self._fast_product:
             fused = self._fast_product(value, self._stats is None and self._fused_lse is None)
             if fused is not None:
                 return self._store_fused(*fused)
@@ -508,7 +515,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         array([[0]])
         """
         results = self._run_measures(chosen := name_measures(measures, named))
-        return namedtuple("Measures", list(chosen))(*(results[name] for name in chosen))
+        return _make_result_class(tuple(chosen))(*(results[name] for name in chosen))
 
     def plan(self, *measures: Measure, **named: Measure) -> str:
         """Describe how `measure` would compute these measures, without computing them.
@@ -526,9 +533,11 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         numpy: ..., two passes (lse, then weights): entropy, received
         """
         problem = self.problem
-        products, rest = self._split_outputs(name_measures(measures, named))
+        products, rest = self._split_outputs(chosen := name_measures(measures, named))
         if kernel := find_measured_product(problem, products, rest)[0]:
             return f"{problem.engine.name}: {kernel}, one pass: {', '.join([*products, *rest, 'lse'])}"
+        if not need_own_product(problem, products.values()):
+            products, rest = {}, chosen | products
         lines = [f"{problem.kernel}, one product: {name}" for name in products]
         if rest and problem.engine.requires_grad(problem):
             lines.append(f"{problem.engine.name}: block loop, with gradients: {', '.join(rest)}")
@@ -972,12 +981,14 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             "Select fewer rows, or call A.lazy[index] for a lazy part of the matrix, A.coarsen(512) for a heat map, or "
             "A.to_dense() to store the whole matrix.",
         )
+        if weights and (whole := compute_whole(self.problem)) is not None:
+            return _take_positions(whole[1].reshape(self.shape), positions)
         part = self._select(resolved)
         problem, columns = part.problem, positions[-1]
-        all_columns = np.array_equal(columns, np.arange(self.shape[-1]))
+        all_columns = len(columns) == self.shape[-1] and is_contiguous(columns)
         if weights and all_columns:
             # Whole rows are divided by their own sum: at scores of 1e4 a cached lse would cost three digits.
-            (block,), _ = run_block_loop(problem, [DenseWeights()])
+            block = _compute_dense(problem)
         elif weights and (
             problem.engine.requires_grad(problem)
             or self.problem.has_large_scores
@@ -1043,7 +1054,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         else:
             if not transposed:
                 self._kernel_used = problem.fallback_kernel
-            (product,), self._stats = run_block_loop(problem, [measure], self._get_stats())
+            (product,), self._stats = run_measures(problem, [measure], self._get_stats())
         return self._restore_product(problem.engine.cast(product, measure.array.dtype), measure)
 
     def _restore_product(self, result: Any, measure: Measure) -> Any:
@@ -1052,14 +1063,12 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         return restored[..., 0] if isinstance(measure, Product) and measure.is_vector else restored
 
     def _split_outputs(self, chosen: dict[str, Measure]) -> tuple[dict[str, Product], dict[str, Measure]]:
-        """Split off the outputs that need a product of their own; other outputs share a pass or a product."""
+        """Split measures into outputs, as products, and the rest."""
         products = {
             name: Product.from_operand(measure.value, self._spec, "Output(value)")
             for name, measure in chosen.items()
             if isinstance(measure, Output)
         }
-        if not need_own_product(self.problem, products.values()):
-            return {}, chosen | products
         return products, {name: measure for name, measure in chosen.items() if name not in products}
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
@@ -1071,6 +1080,8 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         if done is not None:
             self._kernel_used = done.kernel
         else:
+            if not need_own_product(problem, products.values()):  # they share a pass or a product
+                products, shared = {}, chosen | products
             for name in products:
                 output = chosen[name]
                 assert isinstance(output, Output)
@@ -1229,6 +1240,29 @@ class TransposedMatrix(LazyOperand, Generic[ArrayT]):
 
     def __repr__(self) -> str:
         return f"<transpose of {repr(self.mT).splitlines()[0]}>"
+
+
+@lru_cache(maxsize=256)
+def _make_result_class(names: tuple[str, ...]) -> Any:
+    """Return the class of the results of measures; making one takes longer than measuring a small matrix."""
+    return namedtuple("Measures", names)
+
+
+def _compute_dense(problem: Problem) -> Array:
+    """Compute every weight: (pairs, rows, kv_len)."""
+    whole = compute_whole(problem)
+    if whole is not None:
+        return whole[1]
+    (weights,), _ = run_block_loop(problem, [DenseWeights()])
+    return weights
+
+
+def _take_positions(array: Array, positions: Sequence[IntArray]) -> Array:
+    """Take some positions along each axis."""
+    for axis, chosen in enumerate(positions):
+        if len(chosen) != array.shape[axis] or not is_contiguous(chosen):
+            array = array[(*[slice(None)] * axis, as_index(chosen))]
+    return array
 
 
 def _sample_weights(matrix: AttentionMatrix) -> WeightSample | None:

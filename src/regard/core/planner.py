@@ -6,6 +6,7 @@ call of the fused kernel, which also returns the lse. The block loop computes th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,13 +18,14 @@ from regard.core.block_loop import (
     SoftmaxStats,
     find_compiled,
     flatten_accumulators,
+    is_whole,
     restore_states,
-    run_block_loop,
+    run_measures,
 )
 from regard.core.products import Product
 from regard.measures import Measure
 from regard.problem import Problem
-from regard.tiling import tile_sizes
+from regard.tiling import has_few_rows, tile_sizes
 from regard.types import Array, IntArray, Namespace
 
 # Extra value columns that cost a fused call less than a pass over the tiles.
@@ -53,15 +55,15 @@ class Plan(NamedTuple):
             results = ", ".join([*(name for name in self.from_product if name not in extra), "lse"])
             columns = f"; {', '.join(extra)} from extra value columns" if extra else ""
             lines.append(f"{problem.kernel}, one product: {results}{columns}")
-        if self.from_loop:
+        if self.from_loop and is_whole(problem):
+            lines.append(f"{problem.engine.name}: block loop, a single tile: {', '.join(self.from_loop)}")
+        elif self.from_loop:
             names, measures = list(self.from_loop), list(self.from_loop.values())
             compiled = [names[i] for i in find_compiled(problem, measures)]
             rest = [name for name in names if name not in compiled]
             if compiled:
                 kernel = f"{problem.engine.name}: {problem.engine.name_compiled_pass(problem)}"
-                lines.append(
-                    f"{kernel}, {self._describe_passes(stats, compiled=True)}: {', '.join(compiled)}"
-                )
+                lines.append(f"{kernel}, {self._describe_compiled(problem, stats)}: {', '.join(compiled)}")
             if rest:
                 kernel, passes = (
                     f"{problem.engine.name}: block loop",
@@ -69,11 +71,19 @@ class Plan(NamedTuple):
                 )
                 if passes == TWO_PASSES and not problem.engine.prefers_compiled_pass(problem):
                     exact = "scores too large for the lse of a fused kernel"
-                    kernel = f"{kernel} ({exact})" if problem.can_fuse else problem.kernel
-                sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+                    if not problem.can_fuse:
+                        kernel = problem.kernel
+                    elif not has_few_rows(problem.shape):
+                        kernel = f"{kernel} ({exact})"
+                sizes = tile_sizes(on_device=problem.engine.is_asynchronous).widen(problem.shape)
                 tiles = f"tiles of {sizes.rows} × {sizes.columns}"
                 lines.append(f"{kernel}, {tiles}, {passes}: {', '.join(rest)}")
         return "\n".join(lines) or "nothing to compute"
+
+    def _describe_compiled(self, problem: Problem, stats: SoftmaxStats | None) -> str:
+        if problem.engine.keeps_exponentials(problem):
+            return "one pass"
+        return self._describe_passes(stats, compiled=True)
 
     def _describe_passes(self, stats: SoftmaxStats | None, *, compiled: bool) -> str:
         if self.has_product:
@@ -84,18 +94,32 @@ class Plan(NamedTuple):
 def make_plan(problem: Problem, measures: Mapping[str, Measure], known: bool) -> Plan:
     """Choose the cheapest way to compute measures; `known` says whether the lse is cached."""
     outputs = {name: measure for name, measure in measures.items() if isinstance(measure, Product)}
+    if not outputs and is_whole(problem):
+        return Plan(False, {}, dict(measures))
     rest = {name: measure for name, measure in measures.items() if name not in outputs}
     prefers_pass = problem.engine.prefers_compiled_pass(problem)
-    can_fuse = not prefers_pass and problem.can_fuse and not problem.has_large_scores
+    can_fuse = not prefers_pass and problem.can_fuse
     if not can_fuse or (known and not outputs):
         return Plan(False, {}, dict(measures))
     wide = upcast(problem)
     columns = (measure.value_columns(wide) for measure in rest.values())
     widths = [found[0].shape[-1] for found in columns if found is not None]
     max_width = MAX_EXTRA_COLUMNS if outputs else MAX_EXTRA_COLUMNS + problem.key.shape[-1]
-    if len(widths) == len(rest) and sum(widths) <= max_width:
-        return Plan(True, dict(measures), {})
-    return Plan(True, outputs, rest)
+    are_columns = len(widths) == len(rest) and sum(widths) <= max_width
+    needs_no_lse = (
+        not outputs and not (rest and are_columns) and _reads_scores_once(problem, [*rest.values()])
+    )
+    if needs_no_lse or problem.has_large_scores:
+        return Plan(False, {}, dict(measures))
+    return Plan(True, dict(measures), {}) if are_columns else Plan(True, outputs, rest)
+
+
+def _reads_scores_once(problem: Problem, measures: list[Measure]) -> bool:
+    """Return whether measures need no lse of a product, because each score is computed once without it."""
+    if problem.engine.keeps_exponentials(problem):
+        return len(find_compiled(problem, measures)) == len(measures)
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+    return has_few_rows(problem.shape) and math.prod(problem.shape) <= sizes.cached_scores
 
 
 def need_own_product(problem: Problem, products: Iterable[Product]) -> bool:
@@ -134,7 +158,7 @@ def compute_measures(
     else:
         (results, lse, kernel), from_loop = done, plan.from_loop
         problem, known = upcast(problem), SoftmaxStats(lse, None)
-    computed, stats = run_block_loop(problem, list(from_loop.values()), known)
+    computed, stats = run_measures(problem, list(from_loop.values()), known)
     for (name, measure), result in zip(from_loop.items(), computed, strict=True):
         if isinstance(measure, Product):
             result = problem.engine.cast(result, measure.array.dtype)
@@ -183,12 +207,15 @@ def find_measured_product(
     The name is empty if there is no such kernel.
     """
     engine = problem.engine
-    if len(outputs) != 1 or not measures or not engine.prefers_compiled_pass(problem):
+    prefers_pass = engine.prefers_compiled_pass(problem)
+    if len(outputs) != 1 or not measures or not (prefers_pass or engine.keeps_exponentials(problem)):
         return "", {}
     (output,) = outputs.values()
     found = find_compiled(problem, list(measures.values()))
     if len(found) < len(measures) or engine.requires_grad(problem, output.array):
         return "", {}
+    if not prefers_pass and not make_plan(problem, {**outputs, **measures}, known=False).from_loop:
+        return "", {}  # one fused product is enough
     return engine.name_measured_product(problem, output.array, flatten_accumulators(found)), found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 from regard.accumulators import Accumulator
 from regard.engines.array_api import ArrayEngine
 from regard.errors import ArgumentTypeError, describe_argument
-from regard.frame import is_contiguous
+from regard.frame import Frame, is_contiguous
+from regard.masks import Mask
 from regard.problem import Problem
+from regard.tiling import tile_sizes
 from regard.types import Array, IntArray, Namespace
 from regard.validation import as_array
 
@@ -66,6 +69,12 @@ class NumpyEngine(ArrayEngine):
         shifted = scores - shift
         return np.exp(shifted, out=shifted)
 
+    def softmax(self, scores: Array) -> Array | None:
+        weights = scores - scores.max(-1, keepdims=True)
+        np.exp(weights, out=weights)
+        weights /= weights.sum(-1, keepdims=True)
+        return weights if math.isfinite(weights.sum()) else None
+
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         ufunc = {"sum": np.add, "max": np.maximum}[reduce]
         return ufunc.reduceat(array, np.cumsum((0, *sizes[:-1])), axis=axis)
@@ -88,6 +97,62 @@ class NumpyEngine(ArrayEngine):
         return native.accumulate(
             problem, query, key, accumulators, known_max, known_sum, native.count_processors()
         )
+
+    def prepare_fast_product(
+        self, query: Array, key: Array, mask: Mask | None, scale: float
+    ) -> Callable[[Any, bool], tuple[Array, None, str] | None] | None:
+        leading, (rows, columns), dtype = query.shape[:-2], (query.shape[-2], key.shape[-2]), query.dtype
+        sizes = tile_sizes()
+        is_tile = (
+            rows <= sizes.rows and columns <= sizes.columns and dtype == key.dtype and dtype.char in "fd"
+        )
+        if not (is_tile and key.shape[:-2] == leading):
+            return None
+        if not 0 < math.prod(leading) * rows * columns <= sizes.entries:
+            return None
+        frame = Frame(leading, rows, columns)
+        transposed, name = key.swapaxes(-1, -2), f"{self.name}: block loop"
+
+        def multiply(value: Any, needs_lse: bool) -> tuple[Array, None, str] | None:
+            is_plain = type(value) is np.ndarray and value.dtype == dtype and value.ndim > 1
+            if not is_plain or value.shape[:-2] != leading or value.shape[-2] != columns:
+                return None
+            with np.errstate(all="ignore"):
+                scores = query @ transposed
+                scores *= scale
+                if mask is not None:
+                    allowed = mask.allows_all(frame, np)
+                    shape = leading if len(allowed) > 1 else (1,) * len(leading)
+                    scores = np.where(allowed.reshape(*shape, *allowed.shape[1:]), scores, -np.inf)
+                weights = self.softmax(scores)
+                if weights is None:
+                    return None
+                output = weights @ value
+                # 0 · NaN of a masked value shows here; the block loop decides which rows get it.
+                return (output, None, name) if math.isfinite(output.sum()) else None
+
+        return multiply
+
+    def keeps_exponentials(self, problem: Problem) -> bool:
+        from regard.engines import native
+
+        return bool(self.name_compiled_pass(problem)) and native.keeps_exponentials(problem)
+
+    def name_measured_product(
+        self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
+    ) -> str:
+        is_plain = self.working_dtype(value) == problem.dtype and value.size
+        return self.name_compiled_pass(problem) if is_plain and self.keeps_exponentials(problem) else ""
+
+    def run_measured_product(
+        self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
+    ) -> tuple[Array, list[Any], Array, Array] | None:
+        from regard.engines import native
+
+        query, key, wide = (self.cast(array, problem.dtype) for array in (problem.query, problem.key, value))
+        threads = native.count_processors()
+        found = native.multiply(problem, query, key, wide, value_index, accumulators, threads)
+        return None if found is None else (self.cast(found[0], value.dtype), *found[1:])
 
     def topk(self, weights: Array, k: int) -> tuple[Array, Array]:
         ranked = np.where(np.isnan(weights), np.inf, weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -75,6 +75,9 @@ class TorchNamespace:
 
     def arange(self, *limits: int) -> Array:
         return torch.arange(*limits, device=self._device)
+
+    def clip(self, array: Array, low: Any, high: Any) -> Array:
+        return torch.clamp(array, low, high)  # array_api_compat's takes longer than a small tile
 
     def vecdot(self, x: Array, y: Array) -> Array:
         return torch.linalg.vecdot(x, y)  # array_api_compat's multiplies single rows: ten times slower
@@ -150,7 +153,7 @@ class TorchEngine:
         return dtype
 
     def cast(self, array: Array, dtype: Any) -> Array:
-        return array.to(dtype)
+        return array if array.dtype is dtype else array.to(dtype)
 
     def take(self, array: Array, pairs: IntArray, positions: IntArray, dtype: Any) -> Array:
         is_single = bool(len(pairs)) and bool((pairs == pairs[0]).all())
@@ -186,6 +189,10 @@ class TorchEngine:
 
     def exponentiate(self, scores: Array, shift: Array) -> Array:
         return (scores - shift).exp_()
+
+    def softmax(self, scores: Array) -> Array | None:
+        weights = torch.softmax(scores, -1)
+        return weights if math.isfinite(weights.sum().item()) else None
 
     def segment_reduce(self, array: Array, sizes: tuple[int, ...], axis: int, reduce: str) -> Array:
         function = torch.amax if reduce == "max" else torch.sum
@@ -271,13 +278,10 @@ class TorchEngine:
         if triton_pass.describe_pass(problem):
             return triton_pass.accumulate(problem, accumulators, known_max, known_sum)
 
-        def read(array: Array | None, dtype: Any) -> Any:
-            return None if array is None else array.to(dtype).numpy(force=True)
-
         query, key, largest = (
-            read(array, problem.dtype) for array in (problem.query, problem.key, known_max)
+            _to_array(array, problem.dtype) for array in (problem.query, problem.key, known_max)
         )
-        total = read(known_sum, torch.float64)
+        total = _to_array(known_sum, torch.float64)
         threads = torch.get_num_threads()
         results = native.accumulate(problem, query, key, accumulators, largest, total, threads)
         return tuple(map(_to_tensors, results))
@@ -285,17 +289,37 @@ class TorchEngine:
     def prefers_compiled_pass(self, problem: Problem) -> bool:
         return bool(triton_pass.describe_pass(problem) and self.name_compiled_pass(problem))
 
+    def keeps_exponentials(self, problem: Problem) -> bool:
+        return bool(
+            self.name_compiled_pass(problem)
+            and not triton_pass.describe_pass(problem)
+            and native.keeps_exponentials(problem)
+        )
+
     def name_measured_product(
         self, problem: Problem, value: Array, accumulators: Sequence[Accumulator]
     ) -> str:
-        if not self.prefers_compiled_pass(problem) or type(value) is not torch.Tensor:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or not self.name_compiled_pass(problem):
+            return ""
+        if self.device.type == "cpu" and self.keeps_exponentials(problem):
+            is_plain = self.working_dtype(value) == problem.dtype and value.numel()
+            return self.name_compiled_pass(problem) if is_plain else ""
+        if not self.prefers_compiled_pass(problem):
             return ""
         return triton_pass.describe_product(problem, value, accumulators)
 
     def run_measured_product(
         self, problem: Problem, value: Array, value_index: IntArray, accumulators: Sequence[Accumulator]
     ) -> tuple[Array, list[Any], Array, Array] | None:
-        return triton_pass.run_product(problem, value, value_index, accumulators)
+        if triton_pass.describe_pass(problem):
+            return triton_pass.run_product(problem, value, value_index, accumulators)
+        query, key, wide = (_to_array(array, problem.dtype) for array in (problem.query, problem.key, value))
+        threads = torch.get_num_threads()
+        found = native.multiply(problem, query, key, wide, value_index, accumulators, threads)
+        if found is None:
+            return None
+        output, *rest = map(_to_tensors, found)
+        return output.to(value.dtype), *rest
 
     # Fused kernels
 
@@ -320,7 +344,7 @@ class TorchEngine:
     def prepare_fast_product(
         self, query: Array, key: Array, mask: Mask | None, scale: float
     ) -> Callable[[Any, bool], tuple[Array, Array | None, str] | None] | None:
-        return fused.prepare_fast_product(query, key, mask, scale, self.device_type)
+        return fused.prepare_fast_product(query, key, mask, scale, self)
 
     def find_largest_norm(self, array: Array, dtype: Any) -> float:
         return float(array.detach().to(dtype).norm(dim=-1).amax()) if array.numel() else 0.0
@@ -354,16 +378,27 @@ class TorchEngine:
     def enable_grad(self) -> Callable[[], AbstractContextManager[Any]]:
         # Inference mode records no graph even inside `torch.enable_grad()`; leaving it enables gradients.
         is_inference = torch.is_inference_mode_enabled()
+        if torch.is_grad_enabled() and not is_inference:
+            return nullcontext
         return lambda: torch.inference_mode(False) if is_inference else torch.enable_grad()
 
 
 def _copy_to_tensor(array: Any) -> Tensor:
     """Copy an array to a tensor; torch refuses negative strides, swapped bytes, and dtypes that it lacks."""
     array = np.asarray(array)
+    if (
+        array.dtype.char in "?bBhilqfd" and array.dtype.isnative
+    ):  # most arrays; a dtype takes long to say its name
+        return torch.from_numpy(array.copy())
     is_bfloat16, is_long = array.dtype.name == "bfloat16", array.dtype.itemsize > 8
     dtype = np.float32 if is_bfloat16 else np.float64 if is_long else array.dtype.newbyteorder("=")
     tensor = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
     return tensor.to(torch.bfloat16) if is_bfloat16 else tensor
+
+
+def _to_array(tensor: Tensor, dtype: Any) -> Any:
+    """Convert a tensor to a NumPy array, if possible of the same memory; None stays."""
+    return None if tensor is None else tensor.to(dtype).numpy(force=True)
 
 
 def _to_tensors(result: Any) -> Any:

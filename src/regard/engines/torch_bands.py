@@ -32,7 +32,8 @@ def run_bands(
 ) -> tuple[Tensor, Tensor]:
     """Compute output and lse, (1, heads, rows, …), of all bands."""
     outputs, lses = [], []
-    for rows, blocks in call.bands:
+    # Under a causal mask the last rows have the largest tiles: the allocator reuses their memory for all others.
+    for rows, blocks in reversed(call.bands):
         band_q = q[:, :, rows.start - call.first_row : rows.stop - call.first_row]
         results = [_run_block(band_q, k, v, rows, block, call) for block in blocks]
         if not results:
@@ -49,7 +50,7 @@ def run_bands(
         lses.append(lse)
     if len(outputs) == 1:
         return outputs[0], lses[0]
-    return torch.cat(outputs, 2), torch.cat(lses, 2)
+    return torch.cat(outputs[::-1], 2), torch.cat(lses[::-1], 2)
 
 
 def _run_block(
@@ -109,7 +110,7 @@ def differentiate_bands(
     assert call.kernel.backward is not None
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     finite_lse = torch.where(lse == -math.inf, 0.0, lse)
-    for rows, blocks in call.bands:
+    for rows, blocks in reversed(call.bands):
         r = slice(rows.start - call.first_row, rows.stop - call.first_row)
         for block in blocks:
             c = slice(block.columns.start - call.first_key, block.columns.stop - call.first_key)

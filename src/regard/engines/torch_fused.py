@@ -29,9 +29,11 @@ from regard.types import IntArray
 Tensor = Any  # torch's types are not checked
 
 # Outputs of at most so many entries, of these dtypes, are scanned for NaN and inf on one core.
-MAX_SCANNED, _SCANNED = 4096, (torch.float32, torch.float64)
-# With fewer keys the kernel returns zeros for a row whose scores are all NaN.
+MAX_SCANNED, _SCANNED = 1 << 15, (torch.float32, torch.float64)
+# With fewer keys the kernel returns zeros for a row whose scores are all NaN, as if it were empty.
 FEW_KEYS = 64
+# Most entries of a mask, for each (batch, head) pair, that is not split into bands and blocks.
+MAX_TILE_ENTRIES = 1 << 16
 MAX_PAIRS = kernels.MAX_PAIRS
 
 
@@ -152,6 +154,51 @@ def _prepare_call(
     return q, k, v, sink, KernelCall(kernel, bands, q_range.start, part.first_key, build_tile, scale, names)
 
 
+class MaskTile:
+    """The numbers that a small mask adds to the scores, kept until an array of the mask is changed in place.
+
+    Args:
+        mask: Mask of the matrix.
+        frame: All (batch, head) pairs, (batch, heads), and the lengths.
+        dtype: Dtype of query and key.
+        engine: The torch engine of their device.
+    """
+
+    def __init__(self, mask: Mask, frame: Frame, dtype: Any, engine: Any) -> None:
+        self._mask, self._frame, self._dtype, self._engine = mask, frame, dtype, engine
+        self._arrays = find_arrays(mask)
+        self._changes: list[int] | None = None
+
+    @staticmethod
+    def fits(mask: Mask, frame: Frame, num_inputs: int) -> bool:
+        """Return whether a tile of the whole mask is small, also beside query and key of `num_inputs` entries."""
+        entries = frame.q_len * frame.kv_len
+        pairs = math.prod(frame.leading_shape if mask.varies_by_head else frame.leading_shape[:1])
+        return entries <= MAX_TILE_ENTRIES and pairs * entries <= max(16 * MAX_TILE_ENTRIES, num_inputs)
+
+    def read(self) -> Tensor:
+        """Return the numbers, (batch or 1, heads or 1, q_len or 1, kv_len)."""
+        changes = self._engine.count_changes(self._arrays)
+        if changes != self._changes:
+            self._changes, self._built = changes, self._build()
+        return self._built
+
+    def _build(self) -> Tensor:
+        mask, frame = self._mask, self._frame
+        batch, heads = frame.leading_shape
+        is_whole = mask.varies_by_head or heads == 1
+        part = frame if is_whole else frame.select(np.arange(0, batch * heads, heads))
+        allowed = mask.allows_all(part, self._engine.xp)
+        own = (batch, heads) if mask.varies_by_head and len(allowed) > 1 else (len(allowed), 1)
+        # The numbers that the public function converts a boolean mask to.
+        tile = torch.full(allowed.shape, -math.inf, dtype=self._dtype).masked_fill_(allowed, 0.0)
+        return tile.view(*own, *tile.shape[1:])
+
+    def find_empty_rows(self) -> Tensor:
+        """Return which rows have no live keys: (batch, heads, q_len)."""
+        return (self._built == -math.inf).all(-1).expand(*self._frame.leading_shape, self._frame.q_len)
+
+
 class FastProduct(NamedTuple):
     """`A @ value` in one kernel call: query and key are checked once, so that a call checks only its value.
 
@@ -160,27 +207,31 @@ class FastProduct(NamedTuple):
         query: (batch, heads, q_len, head_dim).
         key: (batch, kv_heads, kv_len, head_dim).
         is_causal: Whether the kernel masks the future.
+        tile: Any other mask, if it is small.
         scale: Factor of the products.
         device_type: Device type of query and key. Asking a tensor for it costs microseconds.
         shape: Shape that the value must have.
         dtype: Dtype that the value must have.
         name: Name of the kernel for `A.kernel`.
         num_outputs: Number of entries of the output.
-        scan: Compiled check that a small output is finite, or None. An operator of torch costs 30 µs instead of 10
-            after the kernel has read so many keys that the processor's caches hold nothing else.
+        num_rows: Number of rows of all (batch, head) pairs.
+        scan: Compiled check of a small result, or None. An operator of torch costs 30 µs instead of 10 after the kernel
+            has read so many keys that the processor's caches hold nothing else.
     """
 
     kernel: Kernel
     query: Tensor
     key: Tensor
     is_causal: bool
+    tile: MaskTile | None
     scale: float
     device_type: str
     shape: tuple[int, ...]
     dtype: Any
     name: str
     num_outputs: int
-    scan: Callable[[bool, int, int], int] | None
+    num_rows: int
+    scan: Callable[[bool, int, int, int, int], int] | None
 
     def run(self, value: Any, needs_lse: bool) -> tuple[Tensor, Tensor | None, str] | None:
         """Return output, lse and the name of the kernel; None if value or result are not what the kernel takes."""
@@ -188,25 +239,35 @@ class FastProduct(NamedTuple):
             return None
         if value.stride()[3] != 1:
             return None
-        if self.shape[2] < FEW_KEYS and not _all_finite(self.query, self.key):
-            return None
-        output, lse = self.kernel.forward(self.query, self.key, value, self.is_causal, None, self.scale)
-        # NaN or inf anywhere in the kernel's input shows in its output; then the block loop decides which rows get it.
-        if self.scan is not None and output.is_contiguous():
-            is_finite = self.scan(self.dtype is torch.float64, output.data_ptr(), self.num_outputs)
-        else:
-            checked = output.detach() if output.requires_grad else output
-            total = checked.sum(dtype=torch.float32) if self.dtype in UPCAST else checked.sum()
-            is_finite = math.isfinite(total.item())
-        if not is_finite:
-            return None
+        tile = None if self.tile is None else self.tile.read()
+        output, lse = self.kernel.forward(self.query, self.key, value, self.is_causal, tile, self.scale)
+        if not self._passes_scan(output, lse):
+            # NaN or inf in the kernel's input shows in its output; then the block loop decides which rows get it.
+            if not _all_finite(output):
+                return None
+            if self.tile is not None or self.shape[2] < FEW_KEYS:
+                num_empty = self.num_rows - int(torch.count_nonzero(lse)) if self.kernel.is_cpu_flash else -1
+                is_empty = self.tile.find_empty_rows() if self.tile is not None and num_empty else None
+                num_found = 0 if is_empty is None else int(is_empty.sum())
+                if num_found != num_empty and not _all_finite(self.query, self.key):
+                    return None  # a row of NaN may look empty
+                if is_empty is not None:
+                    output = output.masked_fill(is_empty[..., None], 0.0)
+                    lse = lse.masked_fill(is_empty, -math.inf)
         if not needs_lse or not _has_exact_lse(self.kernel, self.dtype, self.device_type):
             return output, None, self.name
         return output, lse, self.name
 
+    def _passes_scan(self, output: Tensor, lse: Tensor) -> bool:
+        """Return whether a small output is finite and no lse is 0."""
+        if self.scan is None or not (output.is_contiguous() or output.transpose(1, 2).is_contiguous()):
+            return False  # the kernel returns the layout of the query
+        addresses = output.data_ptr(), self.num_outputs, lse.data_ptr(), self.num_rows
+        return bool(self.scan(self.dtype is torch.float64, *addresses))
+
 
 def prepare_fast_product(
-    query: Tensor, key: Tensor, mask: Mask | None, scale: float, device_type: str
+    query: Tensor, key: Tensor, mask: Mask | None, scale: float, engine: Any
 ) -> Callable[[Any, bool], tuple[Tensor, Tensor | None, str] | None] | None:
     """Return `FastProduct.run` if query, key and mask are what the kernel takes; None otherwise.
 
@@ -215,7 +276,7 @@ def prepare_fast_product(
         key: (batch, kv_heads, kv_len, head_dim).
         mask: Mask of the matrix.
         scale: Factor of the products.
-        device_type: Device type of query and key.
+        engine: The torch engine of their device.
     """
     if not query.ndim == key.ndim == 4:
         return None
@@ -223,30 +284,33 @@ def prepare_fast_product(
     k_batch, kv_heads, kv_len, _ = k_shape
     if batch != k_batch or not (batch and heads and q_len and head_dim and kv_heads and kv_len):
         return None
-    dtype = query.dtype
+    dtype, device_type = query.dtype, engine.device_type
     if not (dtype is key.dtype and scale > 0 and query.stride()[3] == key.stride()[3] == 1):
         return None
-    is_causal = False
-    if mask is not None:
-        diagonal = mask.diagonal(Frame((batch, heads), q_len, kv_len))
-        if diagonal is None or 0 != diagonal < kv_len - 1:
-            return None
-        is_causal = diagonal == 0 and kv_len > 1
     kernel = kernels.get_kernel(device_type)
     if kernel is None or (heads != kv_heads and (heads % kv_heads or not kernel.takes_groups)):
         return None  # one query head of several key heads is not a group
+    is_causal, tile, num_outputs = False, None, query.numel()
+    if mask is not None:
+        frame = Frame((batch, heads), q_len, kv_len)
+        diagonal = mask.diagonal(frame)
+        if diagonal is not None and (diagonal == 0 or diagonal >= kv_len - 1):
+            is_causal = diagonal == 0 and kv_len > 1
+        elif kernel.is_cpu_flash and MaskTile.fits(mask, frame, num_outputs + key.numel()):
+            tile = MaskTile(mask, frame, dtype, engine)
+        else:
+            return None
     if kernel.dtypes is not None:
         if dtype not in kernel.dtypes or batch * heads > MAX_PAIRS:
             return None
         kernel = kernel.select(query, key, key, is_causal, scale)  # the value has the shape of the key
-    name = kernel.causal_name if is_causal else kernel.unmasked_name
-    num_outputs = query.numel()
-    is_small = device_type == "cpu" and dtype in _SCANNED and num_outputs <= MAX_SCANNED
+    name = kernel.masked_name if tile else kernel.causal_name if is_causal else kernel.unmasked_name
+    is_small = kernel.is_cpu_flash and dtype in _SCANNED and num_outputs <= MAX_SCANNED
     library = load_library() if is_small else None
-    scan = None if library is None else library.regard_all_finite
     product = FastProduct(
-        kernel, query, key, is_causal, scale, device_type, k_shape, dtype, name, num_outputs, scan
-    )
+        kernel, query, key, is_causal, tile, scale, device_type, k_shape, dtype, name, num_outputs,
+        batch * heads * q_len, None if library is None else library.regard_is_sound,
+    )  # fmt: skip
     return product.run
 
 
@@ -289,8 +353,8 @@ def requires_grad(array: object) -> bool:
 
 def _all_finite(*tensors: Tensor) -> bool:
     """Return whether the sum of each tensor is finite; if a sum overflows, the block loop does the work."""
-    with torch.no_grad():
-        return all(math.isfinite(tensor.sum(dtype=UPCAST.get(tensor.dtype)).item()) for tensor in tensors)
+    sums = (tensor.detach().sum(dtype=UPCAST.get(tensor.dtype)) for tensor in tensors)
+    return all(math.isfinite(total.item()) for total in sums)
 
 
 def _split_pairs(problem: Problem) -> list[IntArray]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from regard.engines.compensated import resolve_sums
+from regard.engines.torch_product_gradient import differentiate_product
 from regard.frame import take_range
 from regard.problem import Problem, find_arrays
 from regard.tiling import tile_sizes
@@ -26,6 +28,15 @@ Tensor = Any  # torch's types are not checked
 
 def differentiate(problem: Problem, measures: Sequence[Any], bands: Sequence[IntArray]) -> list[Any]:
     """Compute measures with gradients of all arrays of the problem."""
+    if len(measures) == 1 and getattr(measures[0], "transposed", None) is False:  # A @ value
+        bound, find = measures[0].bind(problem), partial(_differentiate_bands, problem, measures, bands)
+        product = differentiate_product(problem, bound, lambda: find()[0])
+        if product is not None:
+            return [product]
+    return _differentiate_bands(problem, measures, bands)
+
+
+def _differentiate_bands(problem: Problem, measures: Sequence[Any], bands: Sequence[IntArray]) -> list[Any]:
     xp, inputs = problem.engine.xp, _list_inputs(problem, measures)
     problem = replace(problem, key=_zero_masked_keys(problem, bands))
     bound = [measure.bind(problem) for measure in measures]

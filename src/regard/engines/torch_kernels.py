@@ -53,6 +53,16 @@ class Kernel:
         chosen = self.alternatives.get(cuda.choose_backend(q, k, v, is_causal, scale), self)
         return chosen if chosen.dtypes is None or q.dtype in chosen.dtypes else self
 
+    @property
+    def is_cpu_flash(self) -> bool:
+        """Whether it is the CPU's flash kernel, whose lse of a row without live keys is 0."""
+        return self.forward is _cpu_forward
+
+    @cached_property
+    def masked_name(self) -> str:
+        """Name of one call with a mask tile."""
+        return f"torch: {self.name}, masked"
+
     @cached_property
     def causal_name(self) -> str:
         """Name of one causal call."""
@@ -258,26 +268,42 @@ def run_flash_with_lse(
         None if torch computed it with reduced precision.
     """
     is_plain = type(query) is type(key) is type(value) is torch.Tensor
-    if not is_plain or not query.is_cpu or query.dtype not in (torch.float32, torch.float64):
+    if not is_plain or not chooses_cpu_flash(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    ):
         return None
+    bias = make_flash_bias(attn_mask, query.dtype)
+    output, lse = _cpu_operator()(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)
+    is_exact = query.dtype == torch.float64 or has_ieee_products("cpu")
+    return output, lse if is_exact else None
+
+
+def chooses_cpu_flash(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> bool:  # fmt: skip
+    """Return whether `F.scaled_dot_product_attention` would run flash on the CPU; arguments as in it."""
+    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
+        return False
     if not query.ndim == key.ndim == value.ndim == 4:
-        return None  # the operator takes nothing else, and may not check it
+        return False  # the operator takes nothing else, and may not check it
     if torch.is_autocast_enabled("cpu"):
-        return None  # autocast applies to the public function only
+        return False  # autocast applies to the public function only
     kernel = get_kernel("cpu")
     if kernel is None or kernel.is_public or (query.shape[1] != key.shape[1] and not kernel.takes_groups):
-        return None
+        return False
     backend = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if backend != _FLASH:
-        return None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        bias = torch.zeros(attn_mask.shape, dtype=query.dtype)
-        attn_mask = bias.masked_fill_(attn_mask.logical_not(), -math.inf)
-    output, lse = _cpu_operator()(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-    is_exact = query.dtype == torch.float64 or has_ieee_products("cpu")
-    return output, lse if is_exact else None
+    return bool(backend == _FLASH)
+
+
+def make_flash_bias(attn_mask: Tensor | None, dtype: Any) -> Tensor | None:
+    """Return a mask of `F.scaled_dot_product_attention` as the flash kernel of the CPU takes it."""
+    if attn_mask is None or attn_mask.dtype != torch.bool:
+        return attn_mask
+    bias = torch.zeros(attn_mask.shape, dtype=dtype)
+    return bias.masked_fill_(attn_mask.logical_not(), -math.inf)
 
 
 def find_sdpa_backend(

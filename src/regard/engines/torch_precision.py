@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -37,6 +37,11 @@ class _IeeeProducts:
     def __init__(self, setting: Any) -> None:
         self._setting, self._lock = setting, Lock()
         self._depth, self._before = 0, ""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether no block has changed the setting."""
+        return not self._before
 
     def __enter__(self) -> None:
         with self._lock:
@@ -69,9 +74,18 @@ def has_ieee_products(device_type: str) -> bool:
     return setting is None or _is_ieee(setting)
 
 
-@contextmanager
-def use_full_precision(device_type: str) -> Iterator[None]:
+def use_full_precision(device_type: str) -> AbstractContextManager[None]:
     """Switch autocast and reduced-precision products off in a block, and restore the settings afterwards."""
+    products = _IEEE_PRODUCTS.get(device_type)
+    # If no thread has changed the setting, none will restore it within the block.
+    is_full = products is None or (products.is_unchanged and has_ieee_products(device_type))
+    if is_full and not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return _switch_precision(device_type)
+
+
+@contextmanager
+def _switch_precision(device_type: str) -> Iterator[None]:
     with torch.autocast(device_type, enabled=False):
         products = _IEEE_PRODUCTS.get(device_type)
         if products is None:

@@ -29,6 +29,8 @@ from regard.types import IntArray
 
 Tensor = Any  # torch's types are not checked
 
+# k up to which a kernel inserts each weight where it belongs.
+MAX_INSERTED = 64
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _DEVICE_TYPES: ContextVar[tuple[str, ...]] = ContextVar("triton_device_types", default=("cuda",))
 _CHECKED: set[tuple[torch.device, KernelVariant]] = set()
@@ -67,7 +69,9 @@ def describe_pass(problem: Problem) -> str:
 
 def can_accumulate(accumulator: Accumulator) -> bool:
     """Return whether the kernels have an accumulator."""
-    return isinstance(accumulator, RowSum | ColumnSum | CellReduction | RowTopK | RowMaxScore)
+    if isinstance(accumulator, RowTopK):
+        return accumulator.k <= MAX_INSERTED
+    return isinstance(accumulator, RowSum | ColumnSum | CellReduction | RowMaxScore)
 
 
 def describe_fault(device: torch.device) -> str:

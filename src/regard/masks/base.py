@@ -82,6 +82,17 @@ class Mask:
         """
         raise TypeError(f"{type(self).__name__} must define allows(frame, q_idx, kv_idx, xp)")
 
+    def allows_all(self, frame: Frame, xp: Namespace) -> Array:
+        """Evaluate the mask on a small matrix: (pairs or 1, q_len, kv_len), one row if it is equal for all queries.
+
+        Args:
+            frame: The (batch, head) pairs and the lengths.
+            xp: Array API namespace of the result.
+        """
+        return self.allows(
+            frame, np.arange(1 if self.is_key_only else frame.q_len), np.arange(frame.kv_len), xp
+        )
+
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
     ) -> BlockKinds:
@@ -170,6 +181,11 @@ class Mask:
     def varies_by_batch(self) -> bool:
         """Whether the mask differs between batch entries, so that they are better computed one by one."""
         return False
+
+    @property
+    def varies_by_head(self) -> bool:
+        """Whether the mask may differ between the heads of a batch entry."""
+        return True
 
     def classify(
         self, q_range: range, kv_range: range, *, shape: tuple[int, ...]
@@ -340,6 +356,10 @@ class CombinedMask(Mask):
     @property
     def varies_by_batch(self) -> bool:
         return any(part.varies_by_batch for part in self.parts)
+
+    @property
+    def varies_by_head(self) -> bool:
+        return any(part.varies_by_head for part in self.parts)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or not isinstance(other, CombinedMask):

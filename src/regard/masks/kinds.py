@@ -34,7 +34,11 @@ class IntParameter:
         self.array.flags.writeable = False
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, IntParameter) and np.array_equal(self.array, other.array)
+        if not isinstance(other, IntParameter):
+            return False
+        if self.array.ndim == other.array.ndim == 0:  # causal masks are compared in every call
+            return bool(self.array == other.array)
+        return np.array_equal(self.array, other.array)
 
     def __hash__(self) -> int:
         return hash((self.array.shape, self.array.tobytes()))
@@ -93,7 +97,7 @@ def causal(align: Align | None = None) -> Mask:
            [1, 1, 0, 0, 0]])
     """
     check_align(align, "causal")
-    return WindowMask(None, IntParameter(0), align)
+    return _CAUSAL[align]
 
 
 def sliding_window(
@@ -157,7 +161,7 @@ class WindowMask(Mask):
 
     def resolve(self, frame: Frame) -> tuple[Array, Array]:
         """Return the lowest and the highest allowed kv_idx − q_idx, (pairs or 1, 1) each."""
-        offset = frame.offset(self.align, self._name)
+        offset = self._find_offset(frame)
         largest = frame.q_len + frame.kv_len  # no window is wider, and sums stay in range
         left, right = (
             np.full((1, 1), largest)
@@ -185,8 +189,7 @@ class WindowMask(Mask):
         return BlockKinds(nonempty, ((lowest >= low) & (highest <= high)).all(0))
 
     def check(self, frame: Frame) -> None:
-        if self.align is not None or frame.q_len != frame.kv_len:
-            frame.offset(self.align, self._name)
+        self._find_offset(frame)
         for side in (self.left, self.right):
             if side is not None and side.array.ndim:
                 frame.per_head(side.array, self._name)
@@ -224,11 +227,19 @@ class WindowMask(Mask):
     def diagonal(self, frame: Frame) -> int | None:
         if self.left is not None or self.right is None or self.right.array.ndim:
             return None
-        return frame.offset(self.align, self._name) + int(self.right.array)
+        return self._find_offset(frame) + int(self.right.array)
+
+    def _find_offset(self, frame: Frame) -> int:
+        """Return the number to add to `q_idx` to get the position of the query among the keys."""
+        return 0 if frame.q_len == frame.kv_len else frame.offset(self.align, self._name)
 
     @property
     def is_relative(self) -> bool:
         return True
+
+    @property
+    def varies_by_head(self) -> bool:
+        return any(side is not None and side.array.ndim > 0 for side in (self.left, self.right))
 
     @property
     def _name(self) -> str:
@@ -244,6 +255,10 @@ class WindowMask(Mask):
             return f"sliding_window({size}{', ' if align else ''}{align})"
         return f"sliding_window(left={self.left}, right={self.right}{', ' if align else ''}{align})"
 
+
+_CAUSAL: dict[Align | None, Mask] = {
+    align: WindowMask(None, IntParameter(0), align) for align in (None, "upper_left", "lower_right")
+}
 
 # Keys, the same for every query
 
@@ -372,6 +387,10 @@ class KeyRangeMask(Mask):
     def varies_by_batch(self) -> bool:
         return self.count.array.ndim > 0
 
+    @property
+    def varies_by_head(self) -> bool:
+        return False
+
     def check(self, frame: Frame) -> None:
         count = frame.per_batch(self.count.array, 0, self.constructor)
         if self.constructor == "padding" and count.size and count.max() > frame.kv_len:
@@ -456,6 +475,10 @@ class DocumentMask(Mask):
     def varies_by_batch(self) -> bool:
         return self.ids.array.ndim > 1 or self.query_ids.array.ndim > 1
 
+    @property
+    def varies_by_head(self) -> bool:
+        return False
+
     def check(self, frame: Frame) -> None:
         lengths = self.query_ids.array.shape[-1], self.ids.array.shape[-1]
         if lengths != (frame.q_len, frame.kv_len):
@@ -528,9 +551,19 @@ class DenseMask(Mask):
     array: Array
 
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
-        allowed = frame.take_pairs(take_block(self.array, q_idx, kv_idx), 2, "dense")
+        return self._expand(take_block(self.array, q_idx, kv_idx), frame, (len(q_idx), len(kv_idx)), xp)
+
+    def allows_all(self, frame: Frame, xp: Namespace) -> Array:
+        return self._expand(self.array, frame, (frame.q_len, frame.kv_len), xp)
+
+    @staticmethod
+    def _expand(array: Array, frame: Frame, lengths: tuple[int, int], xp: Namespace) -> Array:
+        """Give an array one leading axis for the pairs, and both token axes their full length."""
+        allowed = frame.take_pairs(array, 2, "dense")
         allowed = as_array(allowed, "dense", "array") if xp is np else xp.asarray(allowed)
-        return xp.broadcast_to(allowed, (allowed.shape[0], len(q_idx), len(kv_idx)))
+        if tuple(allowed.shape[1:]) == lengths:
+            return allowed
+        return xp.broadcast_to(allowed, (allowed.shape[0], *lengths))
 
     def classify_blocks(
         self, frame: Frame, q_lo: int, q_hi: int, kv_lo: IntArray, kv_hi: IntArray
@@ -551,6 +584,10 @@ class DenseMask(Mask):
 
     def check(self, frame: Frame) -> None:
         check_matrix_shape(self.array, frame, "dense")
+
+    @property
+    def varies_by_head(self) -> bool:
+        return len(self.array.shape) > 2 and self.array.shape[-3] > 1
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DenseMask):
@@ -799,6 +836,10 @@ class EdgeMask(Mask):
     @property
     def is_key_only(self) -> bool:
         return self.queries.is_all
+
+    @property
+    def varies_by_head(self) -> bool:
+        return False
 
     def check(self, frame: Frame) -> None:
         self.queries.check(frame.q_len)

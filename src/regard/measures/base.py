@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -285,7 +286,9 @@ def get_result_name(measure: Measure) -> str:
     >>> get_result_name(regard.MaxWeight()), get_result_name(regard.TopK(8))
     ('max_weight', 'topk')
     """
-    return (
-        measure.result_name
-        or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(measure).__name__.lstrip("_")).lower()
-    )
+    return measure.result_name or _convert_to_snake_case(type(measure).__name__)
+
+
+@lru_cache(maxsize=256)
+def _convert_to_snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("_")).lower()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from regard.accumulators import Accumulator, CellReduction, ColumnSum, RowSum
+from regard.accumulators import Accumulator, CellReduction, ColumnSum, RowMoments, RowSum
 from regard.engines import find_engine
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
 from regard.masks import Mask
@@ -487,6 +487,9 @@ class Spread(Distance):
     >>> A.measure(regard.Spread()).spread.round(4)
     array([0.    , 0.5   , 0.8165])
     """
+
+    def accumulator(self, problem: Problem) -> Accumulator | None:
+        return RowMoments(problem.frame.offset(self.align, get_result_name(self)))
 
     def init(self, shape: tuple[int, int, int], xp: Namespace) -> Array:
         return xp.zeros((*shape[:2], 3), dtype=xp.float64)

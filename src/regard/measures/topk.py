@@ -16,8 +16,8 @@ from regard.tiling import tile_sizes
 from regard.types import Array, ArrayT, Namespace
 from regard.validation import check_count
 
-# k up to which a compiled pass inserts each weight where it belongs; a longer list is better searched as a whole.
-MAX_INSERTED = 64
+# k up to which a compiled pass collects the largest weights: it keeps twice as many for each of 64 rows.
+MAX_COLLECTED = 4096
 
 
 class TopKResult(NamedTuple, Generic[ArrayT]):
@@ -174,7 +174,7 @@ class TopK(Measure):
         return copy_with(self, _engine=problem.engine, _max_pending=sizes.topk_columns)
 
     def accumulator(self, problem: Problem) -> Accumulator | None:
-        return RowTopK(self.k) if self.k <= MAX_INSERTED else None
+        return RowTopK(self.k) if self.k <= MAX_COLLECTED else None
 
     def restore_state(self, accumulated: Any) -> TopKState:
         return TopKState(TopKResult(*accumulated), [], [])

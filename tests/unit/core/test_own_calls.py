@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-import regard
 from regard import attention, causal, padding, sliding_window
 from regard.frame import Frame
 from regard.masks import between, first
+from tests.helpers.own_calls import count_own_calls
 
 torch = pytest.importorskip("torch")
-
-SOURCE = str(Path(regard.__file__).parent)
-
-
-def count_own_calls(run) -> Counter[str]:
-    """Count the calls of functions of this package by their name."""
-    calls: Counter[str] = Counter()
-
-    def profile(frame, event, _) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(SOURCE):
-            calls[frame.f_code.co_name] += 1
-
-    sys.setprofile(profile)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize("mask", [sliding_window(128), causal() & sliding_window(128)], ids=str)

@@ -136,6 +136,7 @@ def test_entries_are_right_before_anything_is_cached(case: str, measure: Any) ->
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-11, atol=1e-12)
 
 
+@use_tile_sizes(whole=0)
 def test_04_a_masked_score_that_would_overflow_has_weight_zero() -> None:
     query = torch.full((1, 4, 1), 7.75)
     key = torch.full((1, 80, 1), -7.75)
@@ -203,6 +204,7 @@ def test_every_plan_gives_the_same_measures(mask: str, dtype: Any, monkeypatch: 
         torch.testing.assert_close(ours.double(), streamed.double(), rtol=limit, atol=limit)
 
 
+@use_tile_sizes(whole=0)
 @use_instruction_set(None)
 @pytest.mark.parametrize("has_output", [False, True])
 def test_a_product_takes_a_limited_number_of_extra_columns(has_output: bool) -> None:

@@ -141,22 +141,24 @@ def test_the_backend_is_the_one_that_torch_names():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("rows", [32, 33], ids=["small", "large"])
+@pytest.mark.parametrize("rows", [256, 257], ids=["small", "large"])
 def test_the_compiled_scan_reads_small_outputs_of_the_dtypes_that_it_has(dtype, rows, monkeypatch):
-    query, key, value = draw(1, 2, 80, 64, dtype=dtype)
+    query, key, value = draw(1, 2, 260, 64, dtype=dtype)
     scanned, is_finite = [], [1]
 
-    def scan(is_double, address, count):
-        scanned.append((is_double, count))
+    def scan(is_double, address, count, lse_address, num_rows):
+        scanned.append((is_double, count, num_rows))
         return is_finite[0]
 
-    monkeypatch.setattr(fused, "load_library", lambda: SimpleNamespace(regard_all_finite=scan))
-    run = fused.prepare_fast_product(query[:, :, :rows], key, None, 0.125, "cpu")
+    monkeypatch.setattr(fused, "load_library", lambda: SimpleNamespace(regard_is_sound=scan))
+    run = fused.prepare_fast_product(query[:, :, :rows], key, None, 0.125, find_engine("test", query=query))
     assert run(value, False) is not None
     used = dtype != torch.bfloat16 and rows * 2 * 64 <= fused.MAX_SCANNED
-    assert scanned == [(dtype == torch.float64, rows * 2 * 64)] * used
+    assert scanned == [(dtype == torch.float64, rows * 2 * 64, rows * 2)] * used
     is_finite[0] = 0
-    assert (run(value, False) is None) == used
+    assert run(value, False) is not None  # an operator of torch finds nothing
+    value[0, 1, 7] = math.nan
+    assert run(value, False) is None
 
 
 # -- Bands and blocks of keys ---------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_a_bias_of_minus_infinity_masks_what_an_earlier_one_added(earlier):
 @pytest.mark.parametrize(("precision", "is_kept"), [("highest", True), ("medium", False)])
 def test_an_lse_of_reduced_precision_is_not_kept(precision, is_kept):
     query, key, value = draw(1, 2, 70, 16)
-    run = fused.prepare_fast_product(query, key, None, 0.25, "cpu")
+    run = fused.prepare_fast_product(query, key, None, 0.25, find_engine("test", query=query))
     try:
         torch.set_float32_matmul_precision(precision)
         assert (run(value, True)[1] is not None) == is_kept

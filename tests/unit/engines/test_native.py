@@ -21,14 +21,16 @@ from regard.accumulators import (
     DiagonalSum,
     DistanceSum,
     RowMaxScore,
+    RowMoments,
     RowSum,
     RowTopK,
 )
-from regard.engines.native import accumulate, measure_pass, use_instruction_set
+from regard.engines.native import accumulate, measure_pass, multiply, use_instruction_set
 from regard.engines.native import library as library_module
 from regard.engines.native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
 from regard.lens.weight_measures import DistanceBands
 from regard.masks import dense, document, first
+from regard.measures import MaxScore
 from tests.helpers.dense_accumulators import accumulate_dense
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the compiled library is not built")
@@ -61,6 +63,7 @@ def list_accumulators(pairs: int, rows: int, kv_len: int) -> list[Any]:
         RowTopK(min(8, kv_len)), RowMaxScore(), DiagonalSum(), DistanceSum(-1, -1), DistanceSum(-20, 19),
         DistanceSum(1, np.inf), DistanceSum(-np.inf, kv_len - rows), DistanceSum(5, 3),
         DistanceSum(-np.inf, -1, *labels[0]), DistanceSum(-30, 40, *labels[1]),
+        RowMoments(), RowMoments(kv_len - rows), RowTopK(min(40, kv_len)),
     ]  # fmt: skip
 
 
@@ -353,8 +356,10 @@ def test_an_engine_passes_known_statistics_on(library: str) -> None:
     accumulators = [RowSum("surprisal"), ColumnSum()]
     found = problem.engine.accumulate(problem, accumulators, None, None)
     again = problem.engine.accumulate(problem, accumulators, *found[1:])
-    for part, expected in zip((*again[0], *again[1:]), (*found[0], *found[1:]), strict=True):
+    for part, expected in zip(again[1:], found[1:], strict=True):
         np.testing.assert_array_equal(part, expected)
+    for part, expected in zip(again[0], found[0], strict=True):  # without them, exponentials are kept
+        np.testing.assert_allclose(part, expected, rtol=1e-6)
 
 
 def convert_to(library: str, *arrays: Any) -> Any:
@@ -389,8 +394,8 @@ import numpy as np
 from regard.engines.native import library
 library.LIBRARY_FILE = Path(sys.argv[1])
 import regard
-A = regard.attention(np.zeros((70, 8)), np.zeros((70, 8)))
-print(A.entropy().round(9).tolist() == [round(np.log(70), 9)] * 70, A.plan(regard.Entropy()).split(",")[0])
+A = regard.attention(np.zeros((170, 8)), np.zeros((170, 8)))
+print(A.entropy().round(9).tolist() == [round(np.log(170), 9)] * 170, A.plan(regard.Entropy()).split(",")[0])
 """
 
 
@@ -407,17 +412,25 @@ def test_a_truncated_library_is_not_loaded(tmp_path, share):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_scan_for_nan_and_inf_finds_one_at_any_place(dtype):
-    scan = load_library().regard_all_finite
-    largest = np.finfo(dtype).max
+def test_the_scan_finds_nan_inf_and_an_lse_of_zero_at_any_place(dtype):
+    largest, smallest = np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal
+
+    def scan(numbers, lse):
+        addresses = numbers.ctypes.data, len(numbers), lse.ctypes.data, len(lse)
+        return load_library().regard_is_sound(dtype is np.float64, *addresses)
+
     for count in (0, 1, 7, 512):
-        numbers = np.full(count, largest, dtype)
-        assert scan(dtype is np.float64, numbers.ctypes.data, count)
+        numbers, lse = np.full(count, largest, dtype), np.full(count, smallest, dtype)
+        assert scan(numbers, lse)
         for place in range(count):
             for poison in (np.nan, np.inf, -np.inf):
                 numbers[place] = poison
-                assert not scan(dtype is np.float64, numbers.ctypes.data, count)
+                assert not scan(numbers, lse)
             numbers[place] = -largest
+            for zero in (0.0, -0.0):
+                lse[place] = zero
+                assert not scan(numbers, lse)
+            lse[place] = -smallest
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -433,3 +446,106 @@ def test_one_query_gets_a_nan_only_in_the_column_of_its_value(poison):
     assert not found[0, 1, 0, 3].isfinite()
     found[0, 1, 0, 3] = clean[0, 1, 0, 3]
     torch.testing.assert_close(found, clean)
+
+
+PRODUCT_SHAPES = [(65, 70, 3, 17), (130, 300, 17, 3)]
+
+
+def measures_of(kv_len: int) -> dict[str, Any]:
+    return {
+        "entropy": regard.Entropy(), "received": regard.Received(), "distance": regard.Distance(LR),
+        "spread": regard.Spread(LR), "coarse": regard.Coarse((5, 4), "mean"), "score": MaxScore(),
+        "few": regard.TopK(3), "many": regard.TopK(min(kv_len, 60)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows, kv_len, dim, width", PRODUCT_SHAPES)
+def test_an_output_and_measures_in_one_pass_equal_their_definitions(
+    instruction_set: str, rows: int, kv_len: int, dim: int, width: int, dtype: Any
+) -> None:
+    rng = np.random.default_rng(rows)
+    query = rng.normal(size=(2, 4, rows, 2 * dim)).astype(dtype)[..., ::2]
+    key, value = (rng.normal(size=(2, 2, kv_len, n)).astype(dtype) for n in (dim, width))
+    masks = {
+        "none": None, "causal": causal(LR), "lengths": padding([kv_len // 2, kv_len]),
+        "random": dense(rng.random((rows, kv_len)) < 0.3), "rows empty": dense((np.arange(rows) % 3 > 0)[:, None]),
+    }  # fmt: skip
+    for name, mask in masks.items():
+        for sink in (None, np.array([0.5, -np.inf, 20, -3])):
+            A = attention(query, key, mask=mask, sink=sink, enable_gqa=True)
+            measures = measures_of(kv_len)
+            kernel = f"numpy: compiled pass ({instruction_set})"
+            assert A.plan(output=regard.Output(value), **measures).startswith(f"{kernel}, one pass: output, ")
+            found = A.measure(output=regard.Output(value), **measures)
+            assert A.kernel == kernel
+            wide = [np.asarray(x, np.float64) for x in (query, key, value)]
+            with use_instruction_set(None):
+                exact = attention(*wide[:2], mask=mask, sink=sink, enable_gqa=True)
+                expected = exact.measure(output=regard.Output(wide[2]), **measures)
+            is_float32 = dtype == np.float32
+            np.testing.assert_allclose(A.lse, exact.lse, rtol=3e-6 if is_float32 else 1e-13, atol=1e-6)
+            for field, part, right in zip(found._fields, found, expected, strict=True):
+                part, right = (x[0] if isinstance(x, tuple) else x for x in (part, right))
+                size = np.abs(right, where=np.isfinite(right), out=np.ones(right.shape)).max()
+                limit = (
+                    (1e-3 if field == "spread" else 3e-5) if is_float32 else 1e-10
+                )  # a root of a small variance
+                np.testing.assert_allclose(
+                    part, right, rtol=limit, atol=limit * size, err_msg=f"{name} {field}"
+                )
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_an_output_does_not_depend_on_the_number_of_threads(instruction_set: str, threads: int) -> None:
+    query, key = draw(600, 500, 24, np.float32)
+    problem, accumulators = attention(query, key, mask=causal(LR)).problem, list_accumulators(2, 600, 500)
+    first_found, found = (
+        multiply(problem, query, key, key, np.arange(2), accumulators, n) for n in (1, threads)
+    )
+    for part, other in zip(as_leaves(first_found), as_leaves(found), strict=True):
+        np.testing.assert_array_equal(part, other)
+
+
+def as_leaves(result: Any) -> list[Any]:
+    return [leaf for x in result for leaf in as_leaves(x)] if isinstance(result, tuple | list) else [result]
+
+
+@pytest.mark.parametrize("place", ["query", "key", "value", "masked key", "masked value"])
+def test_nan_reaches_the_rows_of_an_output_that_depend_on_it(instruction_set: str, place: str) -> None:
+    query, key = draw(80, 90, 8, np.float32)
+    value = key[..., :5].copy()
+    array = {"query": query, "key": key, "value": value}[place.split()[-1]]
+    array[1, -1 if "masked" in place else 3, 2] = np.nan
+    A = attention(query, key, mask=padding(89))
+    found = A.measure(regard.Output(value), regard.Received())
+    with use_instruction_set(None):
+        expected = attention(query, key, mask=padding(89)).measure(regard.Output(value), regard.Received())
+    for part, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(part, right, rtol=3e-5, atol=2e-6)
+    if "masked" in place:
+        assert np.isfinite(found.output).all()
+
+
+@pytest.mark.parametrize("k", [33, 100, 257])
+@pytest.mark.parametrize("kind", ["random", "ties", "rising", "falling", "NaN"])
+def test_many_largest_weights(instruction_set: str, kind: str, k: int) -> None:
+    query, key = draw(70, 257, 5, np.float32)
+    if kind == "ties":
+        key = np.repeat(key[:, :37], 7, axis=1)[:, :257]
+    elif kind in ("rising", "falling"):
+        query, key = abs(query), np.sort(key, axis=1)[:, :: 1 if kind == "rising" else -1].copy()
+    elif kind == "NaN":
+        key[0, 5], query[1, 7] = np.nan, np.nan
+    mask = causal(LR) if kind == "NaN" else None
+    A = attention(query, key, mask=mask)
+    assert "compiled pass" in A.plan(regard.TopK(k))
+    values, indices = A.topk(k)
+    with use_instruction_set(None):
+        B = attention(query, key, mask=mask)
+        expected, weights = B.topk(k).values, B.to_dense()
+    np.testing.assert_allclose(values, expected, rtol=3e-5, atol=2e-6)
+    np.testing.assert_allclose(np.take_along_axis(weights, indices, -1), values, rtol=3e-5, atol=2e-6)
+    tied = (values[..., 1:] == values[..., :-1]) & (values[..., 1:] > 0)
+    assert (np.diff(indices)[tied] > 0).all()
+    assert all(len(set(row)) == k for row in indices.reshape(-1, k).tolist())

@@ -26,8 +26,10 @@ from regard import (  # noqa: E402
     sliding_window,
     softcap,
 )
+from regard.engines import torch_fused  # noqa: E402
 from regard.engines import torch_kernels as kernels  # noqa: E402
 from regard.engines import torch_lowering as lowering  # noqa: E402
+from regard.engines.native import list_instruction_sets  # noqa: E402
 from regard.masks import dense, document, first, prefix  # noqa: E402
 from regard.score_mods import bias  # noqa: E402
 from regard.tiling import tile_sizes  # noqa: E402
@@ -599,3 +601,87 @@ def test_a_matrix_used_without_gradients_still_has_them(context, part):
         )
         assert all(gradient.abs().max() > 0 for gradient in expected)
         torch.testing.assert_close(found, expected)
+
+
+def compute_exactly(query, key, value, *, learned, cap, sink, allowed):
+    """Compute the output of grouped heads with a softcap, then a bias and a sink, from dense float64 weights."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    scores = (scores if cap is None else cap * torch.tanh(scores / cap)) + learned
+    scores = scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return weights[..., : key.shape[2]] @ value
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 9), (7, 9), (1, 1, 9), (7, 1), (2, 1, 1, 9)])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("kept", ["all", "causal", "none"])
+def test_the_gradient_of_a_learned_bias_equals_that_of_dense_weights(shape, cap, kept):
+    generator = torch.Generator().manual_seed(len(shape))
+    sizes = [(2, 4, 7, 3), (2, 2, 9, 3), (2, 2, 9, 5), shape, (4,)]
+    arrays = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    arrays[3].view(-1)[0] = -torch.inf  # masks
+    masks = {"all": None, "causal": regard.causal("upper_left"), "none": regard.masks.first(0)}
+    allowed = {"all": None, "causal": torch.ones(7, 9).tril().bool(), "none": torch.zeros(7, 9).bool()}[kept]
+    for has_sink in (False, True):
+        own, exact = ([x.clone().requires_grad_() for x in arrays] for _ in range(2))
+        mods = [bias(own[3])]
+        mods = mods if cap is None else [regard.softcap(cap), *mods]
+        A = regard.attention(
+            *own[:2], mask=masks[kept], score_mod=mods, sink=own[4] if has_sink else None, enable_gqa=True
+        )
+        output, sink = A @ own[2], exact[4] if has_sink else None
+        expected = compute_exactly(*exact[:3], learned=exact[3], cap=cap, sink=sink, allowed=allowed)
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+        output.sin().sum().backward()
+        expected.sin().sum().backward()
+        for x, y in zip(own[: 4 + has_sink], exact, strict=False):
+            torch.testing.assert_close(x.grad, y.grad.nan_to_num(0.0), rtol=1e-10, atol=1e-11)
+
+
+def test_the_gradient_of_a_learned_bias_takes_no_checkpoint_and_has_a_gradient(monkeypatch):
+    x = torch.randn(1, 4, 2, dtype=torch.float64, requires_grad=True)
+    learned = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def multiply(x, learned):
+        return regard.attention(x, x, mask=regard.causal(), score_mod=bias(learned)) @ x
+
+    assert torch.autograd.gradgradcheck(multiply, (x, learned))
+    monkeypatch.setattr("regard.engines.torch_gradients.checkpoint", None)
+    assert torch.autograd.gradcheck(multiply, (x, learned))
+
+
+def test_a_product_whose_bias_is_nan_keeps_it_in_its_rows():
+    x, learned = torch.randn(1, 4, 2, requires_grad=True), torch.zeros(4, 4)
+    learned[2, 1] = torch.nan
+    output = regard.attention(x, x, score_mod=bias(learned.requires_grad_())) @ x
+    assert output.isnan().any(-1).tolist() == [[False, False, True, False]]
+
+
+def test_a_step_of_decoding_reads_its_keys_once_in_wide_tiles(monkeypatch):
+    query, key = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 8192, 8)
+    A = regard.attention(query, key)
+    assert "block loop, tiles of 512 × 262144" in A.plan(regard.TopK(8))
+    monkeypatch.setattr(torch_fused, "run_fused_product", None)
+    values, indices = A.topk(8)
+    expected = (query @ key.mT / 8**0.5).softmax(-1).topk(8)
+    torch.testing.assert_close(values.float(), expected.values)
+    assert torch.equal(indices, expected.indices)
+
+
+@pytest.mark.skipif(not list_instruction_sets(), reason="the compiled library is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_output_with_measures_takes_one_pass_and_no_fused_product(monkeypatch, dtype):
+    query, key, value = torch.randn(3, 1, 2, 100, 8).to(dtype).unbind()
+    monkeypatch.setattr(torch_fused, "run_fused_product", None)
+    found = regard.attention(query, key).measure(regard.Output(value), regard.Entropy(), regard.Received())
+    wide = [x.double() for x in (query, key, value)]
+    weights = (wide[0] @ wide[1].mT / 8**0.5).softmax(-1)
+    assert found.output.dtype == dtype
+    torch.testing.assert_close(found.output, (weights @ wide[2]).to(dtype))
+    torch.testing.assert_close(found.received, weights.sum(-2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.entropy, torch.special.entr(weights).sum(-1), rtol=1e-5, atol=1e-5)

@@ -25,7 +25,7 @@ from regard import (
     causal,
     padding,
 )
-from regard.accumulators import CellReduction, ColumnSum, RowMaxScore, RowSum, RowTopK
+from regard.accumulators import CellReduction, ColumnSum, RowMaxScore, RowMoments, RowSum, RowTopK
 from regard.core.block_loop import run_block_loop
 from regard.masks import first
 from regard.measures import Sum
@@ -40,6 +40,7 @@ DESCRIBED: dict[str, Any] = {
     "columns": (Sum(-2), ColumnSum()),
     "distance": (Distance(LR), RowSum("distance", offset=4)),
     "position": (Position(), RowSum("position")),
+    "spread": (Spread(LR), RowMoments(4)),
     "mass": (Mass(first(2)), RowSum("one", intervals=((0, 2),))),
     "mass of two intervals": (Mass(first(2) | ~first(9)), RowSum("one", intervals=((0, 2), (9, 17)))),
     "mass of nothing": (Mass(first(0)), RowSum("one", intervals=())),
@@ -113,7 +114,7 @@ class Own(Measure):
 
 @pytest.mark.parametrize(
     "measure",
-    [Own(), Doubled(), Spread(LR), MaxWeight(-2), Output(np.ones(17)), Mass(causal(LR)), TopK(65)],
+    [Own(), Doubled(), MaxWeight(-2), Output(np.ones(17)), Mass(causal(LR)), TopK(4097)],
     ids=lambda measure: type(measure).__name__,
 )
 def test_other_measures_have_no_description(measure: Any) -> None:

@@ -18,6 +18,8 @@ LIBRARY_FILE = SOURCE_FOLDER / LIBRARY_NAME
 
 # As in measures.c.
 BLOCK_ROWS, BLOCK_KEYS = 256, 64
+# Keys that a row may attend to for its exponentials to be kept, so that its scores are computed once.
+MAX_KEPT_KEYS = 16 * 1024
 
 # Names in the order of the numbers in measures.c.
 INSTRUCTION_SETS = ("baseline", "AVX2", "AVX-512")
@@ -31,14 +33,6 @@ class Grid(Structure):
     ]  # fmt: skip
 
 
-class Band(Structure):
-    """`Band` of measures.c."""
-
-    _fields_ = [
-        ("least", c_int64), ("most", c_int64), ("row_labels", c_void_p), ("key_labels", c_void_p), ("sums", c_void_p),
-    ]  # fmt: skip
-
-
 class Job(Structure):
     """`Job` of measures.c, which documents the fields."""
 
@@ -48,16 +42,18 @@ class Job(Structure):
         ("scale", c_double),
         ("positions", c_void_p), ("offsets", c_void_p), ("segments", c_void_p), ("tiles", c_void_p),
         ("first_block", c_int64), ("last_block", c_int64),
-        ("is_known", c_int64), ("is_lse", c_int64), ("has_sink", c_int64), ("sink", c_double),
+        ("is_known", c_int64), ("is_lse", c_int64), ("has_sink", c_int64), ("keeps", c_int64), ("sink", c_double),
         ("max", c_void_p), ("sum", c_void_p),
         ("has_measures", c_int64),
         ("one", c_void_p), ("surprisal", c_void_p), ("position", c_void_p), ("max_score", c_void_p),
-        ("num_distances", c_int64), ("distance_offsets", c_void_p), ("distances", POINTER(c_void_p)),
-        ("num_shares", c_int64), ("share_starts", c_void_p), ("intervals", c_void_p), ("shares", POINTER(c_void_p)),
-        ("num_bands", c_int64), ("bands", POINTER(Band)),
+        ("moments", c_void_p),
+        ("num_distances", c_int64), ("distance_offsets", c_void_p), ("distances", c_void_p),
+        ("num_shares", c_int64), ("share_starts", c_void_p), ("intervals", c_void_p), ("shares", c_void_p),
+        ("num_bands", c_int64), ("bands", c_void_p),
         ("columns", c_void_p), ("diagonals", c_void_p),
         ("num_grids", c_int64), ("grids", POINTER(Grid)),
         ("top_k", c_int64), ("top_values", c_void_p), ("top_indices", c_void_p),
+        ("value", c_void_p), ("value_stride", c_int64), ("value_dim", c_int64), ("output", c_void_p),
     ]  # fmt: skip
 
 
@@ -73,7 +69,7 @@ def load_library() -> Any:
         library.regard_source_hash.restype = c_char_p
         is_current = library.regard_source_hash().decode() == hash_sources()
         library.regard_run.argtypes = [c_int, c_int, POINTER(Job)]
-        library.regard_all_finite.argtypes = [c_int, c_void_p, c_int64]
+        library.regard_is_sound.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64]
         library.regard_exp.argtypes = [c_int, c_int, c_void_p, c_void_p, c_int64]
     except (OSError, AttributeError):
         return None

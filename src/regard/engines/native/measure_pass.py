@@ -23,6 +23,7 @@ from regard.accumulators import (
     DiagonalSum,
     DistanceSum,
     RowMaxScore,
+    RowMoments,
     RowSum,
     RowTopK,
 )
@@ -30,7 +31,7 @@ from regard.engines.native.library import (
     BLOCK_KEYS,
     BLOCK_ROWS,
     INSTRUCTION_SETS,
-    Band,
+    MAX_KEPT_KEYS,
     Grid,
     Job,
     find_instruction_set,
@@ -38,10 +39,13 @@ from regard.engines.native.library import (
 )
 from regard.masks.segments import SegmentRange, iterate_segments
 from regard.problem import Problem
-from regard.types import Array
+from regard.tiling import has_few_rows
+from regard.types import Array, IntArray
 
 # Jobs that a matrix is split into at least, if it has that many blocks of rows.
 MIN_JOBS = 32
+# Rows of a matrix from which the pass, whose vectors are rows, is faster than a fused kernel.
+MIN_ROWS = 64
 # Multiply-adds that are worth a thread of their own.
 MIN_WORK_OF_THREAD = 1 << 22
 # Bytes of mask tiles that are built before the jobs that read them run.
@@ -57,7 +61,7 @@ def describe_pass(problem: Problem) -> str:
         problem: Matrix in canonical form.
     """
     name = find_instruction_set()
-    if name is None or problem.score_mods or not problem.is_softmax:
+    if name is None or problem.score_mods or not problem.is_softmax or has_few_rows(problem.shape):
         return ""
     return f"compiled pass ({name})"
 
@@ -65,6 +69,16 @@ def describe_pass(problem: Problem) -> str:
 def count_processors() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keeps_exponentials(problem: Problem) -> bool:
+    """Return whether the pass computes each score once, so that it needs no lse; it also has enough rows to be fast.
+
+    Args:
+        problem: Matrix in canonical form.
+    """
+    has_rows, is_short = problem.shape[1] >= MIN_ROWS, len(problem.kv_range) <= MAX_KEPT_KEYS
+    return has_rows and is_short and bool(describe_pass(problem))
 
 
 def accumulate(
@@ -91,14 +105,43 @@ def accumulate(
         As NumPy arrays: the array, or the pair of arrays, of each accumulator; the largest score of each row, or the
         lse that was given; and Σ exp(score − max) of each row, None if an lse was given.
     """
-    library, name = load_library(), find_instruction_set()
-    assert name is not None, "describe_pass says that there is none"
     matrix_pass = _MatrixPass(problem, query, key, accumulators, known_max, known_sum)
-    for ranges in _split_mask(problem):
-        jobs = matrix_pass.make_jobs(ranges)
-        _run_jobs(library, INSTRUCTION_SETS.index(name), query.dtype == np.float64, jobs, num_threads)
-        matrix_pass.add_parts(jobs)
-    return [matrix_pass.read(item) for item in accumulators], matrix_pass.max, matrix_pass.sum
+    return matrix_pass.run(num_threads), matrix_pass.max, matrix_pass.sum
+
+
+def multiply(
+    problem: Problem,
+    query: Array,
+    key: Array,
+    value: Array,
+    value_index: IntArray,
+    accumulators: Sequence[Accumulator],
+    num_threads: int,
+) -> tuple[Array, list[Any], Array, Array] | None:
+    """Run the compiled pass, and multiply the weights by a value.
+
+    Args:
+        problem: Matrix in canonical form, without score modifications.
+        query: Its query as a NumPy array of float32 or float64: (own pairs, rows, head_dim).
+        key: Its key, of the same dtype: (own pairs, kv_len, head_dim).
+        value: The value, of the same dtype: (own pairs, kv_len, value_dim).
+        value_index: For each pair of the matrix, its pair in `value`: (pairs,).
+        accumulators: What to accumulate.
+        num_threads: Most threads to use.
+
+    Returns:
+        The product, (pairs, rows, value_dim), then as `accumulate`. None if NaN or inf take part, which could reach
+        rows that must not depend on them.
+    """
+    if not np.isfinite(np.sum(value)):
+        return None
+    matrix_pass = _MatrixPass(problem, query, key, accumulators, None, None)
+    output = matrix_pass.add_value(value, value_index)
+    results = matrix_pass.run(num_threads)
+    assert matrix_pass.sum is not None
+    if not (np.isfinite(np.sum(output)) and (matrix_pass.max < np.inf).all()):
+        return None
+    return output, results, matrix_pass.max, matrix_pass.sum
 
 
 def _split_mask(problem: Problem) -> Iterator[list[SegmentRange]]:
@@ -128,6 +171,62 @@ class _PairJob:
     kept: list[Any] = field(default_factory=list)
 
 
+class _RowOutputs:
+    """The addresses of the row sums of all pairs, and what all jobs have in common."""
+
+    def __init__(self, row_sums: dict[Any, Array], pairs: int) -> None:
+        distances, shares, bands, offsets, shared_intervals = [], [], [], [], []
+        self._kept: list[Array | None] = []  # what the addresses point to
+        self.singles: dict[str, list[int]] = {}
+        for accumulator, array in row_sums.items():
+            addresses = _list_addresses(array, pairs)
+            match accumulator:
+                case RowSum("distance", offset):
+                    offsets.append(offset)
+                    distances.append(addresses)
+                case RowSum("one", _, intervals) if intervals is not None:
+                    shared_intervals.append(intervals)
+                    shares.append(addresses)
+                case DistanceSum(least, most, query_labels, key_labels):
+                    limits = [np.full(pairs, int(max(-FAR, min(FAR, limit)))) for limit in (least, most)]
+                    labels = [
+                        None if array is None else np.ascontiguousarray(array, np.int32)
+                        for array in (query_labels, key_labels)
+                    ]
+                    self._kept += labels
+                    bands.append([*limits, *(_list_addresses(array, pairs) for array in labels), addresses])
+                case RowSum(factor):
+                    self.singles[factor] = addresses.tolist()
+                case _:
+                    self.singles["max_score"] = addresses.tolist()
+        starts = np.cumsum([0, *map(len, shared_intervals)], dtype=np.int64)
+        edges = np.array([edge for intervals in shared_intervals for edge in intervals], np.int64)
+        # (pairs, distances), (pairs, shares) and (pairs, bands, fields of `Band`).
+        tables = {
+            name: np.ascontiguousarray(np.moveaxis(np.array(rows, np.int64), -1, 0))
+            for name, rows in (("distances", distances), ("shares", shares), ("bands", bands))
+            if rows
+        }
+        numbers = {
+            "distance_offsets": np.array(offsets, np.int64),
+            "share_starts": starts,
+            "intervals": edges,
+        }
+        self._kept += [*tables.values(), *numbers.values()]
+        self.common = {name: array.ctypes.data for name, array in numbers.items()}
+        self.common |= {"num_distances": len(distances), "num_shares": len(shares), "num_bands": len(bands)}
+        self.tables = {name: _list_addresses(table, pairs).tolist() for name, table in tables.items()}
+
+
+def _list_addresses(array: Array | None, pairs: int) -> IntArray:
+    """Return the address of each pair's part of an array, which may be the same for all: (pairs,); 0 without one."""
+    if array is None:
+        return np.zeros(pairs, np.int64)
+    stride = array.strides[0] if len(array) > 1 else 0
+    addresses: IntArray = array.ctypes.data + np.arange(pairs, dtype=np.int64) * stride
+    return addresses
+
+
 class _MatrixPass:
     """The arrays of one pass over a matrix."""
 
@@ -140,6 +239,7 @@ class _MatrixPass:
         self.query, self.key = (_make_rows_contiguous(array) for array in (query, key))
         self.positions = np.ascontiguousarray(problem.positions, np.int64)
         self.is_known, self.is_lse = known_max is not None, known_max is not None and known_sum is None
+        self.keeps = not self.is_known and keeps_exponentials(problem)
         if known_max is None:
             self.max: Array = np.full((pairs, rows), -np.inf, query.dtype)
             self.sum: Array | None = np.zeros((pairs, rows))
@@ -152,6 +252,8 @@ class _MatrixPass:
             for accumulator in dict.fromkeys(accumulators)
             if isinstance(accumulator, RowSum | DistanceSum | RowMaxScore)
         }
+        self.row_outputs = _RowOutputs(self.row_sums, pairs)
+        self._common: tuple[SegmentRange, Job] | None = None  # what `_describe_segments` returned last
         # Sums over rows: jobs of the same pair add to parts of their own.
         self.columns = np.zeros((pairs, len(problem.kv_range))) if ColumnSum() in wanted else None
         self.diagonals = np.zeros((pairs, rows + kv_len - 1)) if DiagonalSum() in wanted else None
@@ -160,6 +262,26 @@ class _MatrixPass:
         # The k largest begin with the fewer largest that another accumulator needs.
         self.top_k = max((item.k for item in accumulators if isinstance(item, RowTopK)), default=0)
         self.top = (np.zeros((pairs, rows, self.top_k)), np.zeros((pairs, rows, self.top_k), np.int64))
+        has_moments = any(isinstance(item, RowMoments) for item in accumulators)
+        self.moments = np.zeros((pairs, rows, 3)) if has_moments else None
+        self.output: Array | None = None
+
+    def add_value(self, value: Array, value_index: IntArray) -> Array:
+        """Let the pass multiply by a value; return the array of the product."""
+        self.value, self.value_index = _make_rows_contiguous(value), value_index
+        self.output = np.zeros((*self.shape[:2], value.shape[-1]), value.dtype)
+        return self.output
+
+    def run(self, num_threads: int) -> list[Any]:
+        """Run all jobs, and return the result of each accumulator."""
+        library, name = load_library(), find_instruction_set()
+        assert name is not None, "describe_pass says that there is none"
+        for ranges in _split_mask(self.problem):
+            jobs = self.make_jobs(ranges)
+            is_double = self.query.dtype == np.float64
+            _run_jobs(library, INSTRUCTION_SETS.index(name), is_double, jobs, num_threads)
+            self.add_parts(jobs)
+        return [self.read(item) for item in self.accumulators]
 
     def make_jobs(self, ranges: Sequence[SegmentRange]) -> list[_PairJob]:
         """Split some rows of the matrix into jobs, the last rows first: under a causal mask they take longest."""
@@ -178,23 +300,38 @@ class _MatrixPass:
         split.sort(key=lambda job: (-job[0][0], job[1]))
         return [self._make_job(pair, *block_range, own) for block_range, pair, own in split]
 
-    def _make_job(self, pair: int, first_block: int, last_block: int, own: SegmentRange) -> _PairJob:
-        problem, (_, rows, kv_len) = self.problem, self.shape
-        query, key = self.query[problem.query_index[pair]], self.key[problem.key_index[pair]]
-        segments = own.segments
+    def _describe_segments(self, own: SegmentRange) -> Job:
+        """Return a job with what all jobs of some segments have in common, and the arrays of the first pair."""
+        if self._common is not None and self._common[0] is own:
+            return self._common[1]
+        problem, (_, rows, kv_len), segments = self.problem, self.shape, own.segments
+        itemsize, dim = self.query.itemsize, self.query.shape[-1]
         # The library counts blocks from the first row of the matrix.
         offsets = segments.offsets.ctypes.data - own.first_block * segments.offsets.itemsize
-        itemsize, first_key = query.itemsize, problem.first_key
-        # The library counts keys from the start of the sequence, and reads those of the segments only.
-        key_start = key.ctypes.data - first_key * key.strides[0]
         job = Job(
-            query=query.ctypes.data, key=key_start, query_stride=query.strides[0] // itemsize,
-            key_stride=key.strides[0] // itemsize, rows=rows, kv_len=kv_len, dim=query.shape[1],
-            scale=problem.scale, positions=self.positions.ctypes.data, offsets=offsets,
-            segments=segments.segments.ctypes.data, tiles=segments.tiles.ctypes.data, first_block=first_block,
-            last_block=last_block, is_known=self.is_known, is_lse=self.is_lse, max=self.max[pair].ctypes.data,
-            sum=None if self.sum is None else self.sum[pair].ctypes.data, has_measures=bool(self.accumulators),
+            query=self.query.ctypes.data, key=self.key.ctypes.data,
+            query_stride=self.query.strides[-2] // itemsize, key_stride=self.key.strides[-2] // itemsize,
+            rows=rows, kv_len=kv_len, dim=dim, scale=problem.scale, positions=self.positions.ctypes.data,
+            offsets=offsets, segments=segments.segments.ctypes.data, tiles=segments.tiles.ctypes.data,
+            is_known=self.is_known, is_lse=self.is_lse, keeps=self.keeps, max=self.max.ctypes.data,
+            sum=None if self.sum is None else self.sum.ctypes.data, has_measures=bool(self.accumulators),
+            **self.row_outputs.common,
         )  # fmt: skip
+        self._common = own, job
+        return job
+
+    def _make_job(self, pair: int, first_block: int, last_block: int, own: SegmentRange) -> _PairJob:
+        problem, (_, rows, _) = self.problem, self.shape
+        query, key = self.query, self.key
+        first_key = problem.first_key
+        job = Job.from_buffer_copy(self._describe_segments(own))
+        job.first_block, job.last_block = first_block, last_block
+        # The library counts keys from the start of the sequence, and reads those of the segments only.
+        job.query += int(problem.query_index[pair]) * query.strides[0]
+        job.key += int(problem.key_index[pair]) * key.strides[0] - first_key * key.strides[1]
+        job.max += pair * self.max.strides[0]
+        if self.sum is not None:
+            job.sum += pair * self.sum.strides[0]
         if problem.sink is not None:
             sink = problem.engine.to_numpy(problem.frame.per_head(problem.sink, "sink"))
             job.has_sink, job.sink = True, float(sink[pair if len(sink) > 1 else 0])
@@ -205,7 +342,18 @@ class _MatrixPass:
         )
         job.columns = None if columns is None else columns.ctypes.data - first_key * columns.itemsize
         job.diagonals = None if diagonals is None else diagonals.ctypes.data
+        if self.moments is not None:
+            job.moments = self.moments[pair].ctypes.data
         made = _PairJob(job, pair, columns, diagonals, [], [query, key])
+        if self.output is not None:
+            value = self.value[self.value_index[pair]]
+            job.value, job.value_stride = (
+                value.ctypes.data - first_key * value.strides[0],
+                value.strides[0] // value.itemsize,
+            )
+            job.value_dim, job.output = value.shape[1], self.output[pair].ctypes.data
+            job.has_measures = True
+            made.kept.append(value)
         self._set_row_outputs(made)
         grids = []
         for grid in self.grids:
@@ -224,36 +372,8 @@ class _MatrixPass:
 
     def _set_row_outputs(self, made: _PairJob) -> None:
         """Point the row sums of a job to the arrays of its pair."""
-        job = made.job
-        distances: list[tuple[int, int]] = []
-        shares: list[tuple[tuple[tuple[int, int], ...], int]] = []
-        bands: list[Band] = []
-        for accumulator, array in self.row_sums.items():
-            pointer = array[made.pair].ctypes.data
-            match accumulator:
-                case RowSum("distance", offset):
-                    distances.append((offset, pointer))
-                case RowSum("one", _, intervals) if intervals is not None:
-                    shares.append((intervals, pointer))
-                case DistanceSum(least, most, query_labels, key_labels):
-                    label_arrays = [_take_labels(array, made.pair) for array in (query_labels, key_labels)]
-                    made.kept += label_arrays
-                    limits = (int(np.clip(limit, -FAR, FAR)) for limit in (least, most))
-                    pointers = (None if array is None else array.ctypes.data for array in label_arrays)
-                    bands.append(Band(*limits, *pointers, pointer))
-                case RowSum(factor):
-                    setattr(job, factor, pointer)
-                case _:
-                    job.max_score = pointer
-        offsets = np.array([offset for offset, _ in distances], np.int64)
-        starts = np.cumsum([0, *(len(intervals) for intervals, _ in shares)], dtype=np.int64)
-        edges = np.array([edge for intervals, _ in shares for edge in intervals], np.int64)
-        made.kept += [offsets, starts, edges]
-        job.num_distances, job.distance_offsets = len(distances), offsets.ctypes.data
-        job.distances = (ctypes.c_void_p * max(len(distances), 1))(*(pointer for _, pointer in distances))
-        job.num_shares, job.share_starts, job.intervals = len(shares), starts.ctypes.data, edges.ctypes.data
-        job.num_bands, job.bands = len(bands), (Band * max(len(bands), 1))(*bands)
-        job.shares = (ctypes.c_void_p * max(len(shares), 1))(*(pointer for _, pointer in shares))
+        for name, addresses in (*self.row_outputs.singles.items(), *self.row_outputs.tables.items()):
+            setattr(made.job, name, addresses[made.pair])
 
     def add_parts(self, jobs: list[_PairJob]) -> None:
         """Add the sums over rows of the jobs to those of their pairs, in the order of the rows."""
@@ -276,16 +396,14 @@ class _MatrixPass:
                 return self.grids[accumulator]
             case RowTopK(k):
                 return tuple(array[..., :k].copy() for array in self.top)
+            case RowMoments(offset):
+                assert self.moments is not None
+                result = self.moments.copy()
+                result[..., 1] -= self.positions + offset
+                return result
             case RowSum() | DistanceSum() | RowMaxScore():
                 return self.row_sums[accumulator]
         raise TypeError(accumulator)
-
-
-def _take_labels(labels: Array | None, pair: int) -> Array | None:
-    """Return the labels of a pair as the library takes them, or None."""
-    if labels is None:
-        return None
-    return np.ascontiguousarray(labels[pair if len(labels) > 1 else 0], np.int32)
 
 
 def _make_rows_contiguous(array: Array) -> Array:

@@ -10,6 +10,7 @@
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define X86 1
+#include <cpuid.h>
 #include <immintrin.h> /* to turn a vector of booleans into bits, and for nothing else */
 #endif
 
@@ -33,6 +34,10 @@ enum {
     SUBS = BLOCK_ROWS / SUB_ROWS,
     STRIP_KEYS = 16,  /* keys whose scores stay in the first cache; sums over them are added to float64 */
     CHUNK_KEYS = 256, /* keys that stay in the second cache while the sub-blocks read them */
+    /* Strips whose exponentials are kept between the two passes over a sub-block; library.py knows it, too. */
+    KEPT_STRIPS = 1024,
+    MAX_INSERTED = 32, /* largest weights of a row that are kept sorted; more are collected, and selected now and then */
+    PART_STRIPS = 16, /* strips whose products are added up before they are added to the output */
 };
 
 typedef struct {
@@ -56,11 +61,13 @@ typedef struct {
     const uint64_t *tiles;              /* packed along the rows */
     int64_t first_block, last_block;    /* blocks of rows of this job */
     int64_t is_known, is_lse, has_sink; /* max and sum are given; max is an lse, and there is no sum */
+    int64_t keeps;                      /* exponentials may be kept, so that each score is computed once */
     double sink;
     void *max;
     double *sum;
     int64_t has_measures;
     double *one, *surprisal, *position, *max_score;
+    double *moments; /* sum of the weights, mean key, and sum of squared deviations from it: (rows, 3) */
     int64_t num_distances;
     const int64_t *distance_offsets;
     double *const *distances;
@@ -75,7 +82,12 @@ typedef struct {
     int64_t top_k;
     double *top_values;
     int64_t *top_indices;
+    const void *value; /* rows of `value_dim` numbers, `value_stride` numbers apart; NULL for no output */
+    int64_t value_stride, value_dim;
+    void *output; /* (rows, value_dim) */
 } Job;
+
+#if !defined(TYPES_ONLY) /* a program that loads the library needs no more */
 
 #define JOIN_(name, set, type) name##_##set##_##type
 #define JOIN(name, set, type) JOIN_(name, set, type)
@@ -156,15 +168,26 @@ typedef void (*Exponentials64)(const double *, double *, int64_t);
 
 enum { SET_BASELINE, SET_AVX2, SET_AVX512, NUM_SETS };
 
+#if defined(X86)
+/* Whether the processor has the instructions, and the system saves their registers; needs no library of a compiler. */
+static int has_vectors(int is_avx512) {
+    unsigned a, b, c, d, saved, leaf_7, fma_xsave_avx = 1u << 12 | 1u << 27 | 1u << 28;
+    unsigned avx2 = 1u << 5, f_dq_bw_vl = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_xsave_avx) != fma_xsave_avx) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &leaf_7, &c, &d)) return 0;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
+#if defined(__APPLE__)
+    saved |= (saved & 6) == 6 ? 0xe0 : 0; /* macOS saves the registers of AVX-512 from their first use on */
+#endif
+    if (!is_avx512) return (saved & 6) == 6 && (leaf_7 & avx2) == avx2;
+    return (saved & 0xe6) == 0xe6 && (leaf_7 & f_dq_bw_vl) == f_dq_bw_vl;
+}
+#endif
+
 /* Whether this processor, and this build, has an instruction set. */
 EXPORT int regard_has_set(int set) {
 #if defined(X86)
-    __builtin_cpu_init();
-    if (set == SET_AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("fma");
-    if (set == SET_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (set == SET_AVX512 || set == SET_AVX2) return has_vectors(set == SET_AVX512);
 #endif
     return set == SET_BASELINE;
 }
@@ -183,15 +206,18 @@ EXPORT int regard_run(int set, int is_double, const Job *job) {
     return is_double ? run_baseline_f64(job) : run_baseline_f32(job);
 }
 
-/* Whether n numbers are finite: no exponent is all ones. */
-EXPORT int regard_all_finite(int is_double, const void *x, int64_t n) {
-    const uint32_t *floats = x;
-    const uint64_t *doubles = x;
+/* Whether n numbers are finite and no lse of the rows is 0, which the kernel of torch returns for an empty row. */
+EXPORT int regard_is_sound(int is_double, const void *x, int64_t n, const void *lse, int64_t rows) {
+    const uint32_t *floats = x, *lse_floats = lse;
+    const uint64_t *doubles = x, *lse_doubles = lse;
     int found = 0;
-    if (is_double)
+    if (is_double) {
         for (int64_t i = 0; i < n; i++) found |= (doubles[i] & 0x7ff0000000000000) == 0x7ff0000000000000;
-    else
+        for (int64_t i = 0; i < rows; i++) found |= lse_doubles[i] << 1 == 0;
+    } else {
         for (int64_t i = 0; i < n; i++) found |= (floats[i] & 0x7f800000) == 0x7f800000;
+        for (int64_t i = 0; i < rows; i++) found |= lse_floats[i] << 1 == 0;
+    }
     return !found;
 }
 
@@ -211,3 +237,5 @@ EXPORT int regard_exp(int set, int is_double, const void *x, void *y, int64_t n)
     is_double ? exponentials_baseline_f64(x, y, n) : exponentials_baseline_f32(x, y, n);
     return 0;
 }
+
+#endif

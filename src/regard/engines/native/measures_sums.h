@@ -5,7 +5,7 @@ static NOINLINE void NAME(find_largest_scores)(Block *block, const Strip *strip)
         REAL *own = block->largest + strip->sub * SUB_ROWS + v * LANES;
         Vec largest = NAME(load)(own);
         for (int j = 0; j < strip->count; j++) {
-            Vec score = NAME(load)(block->scores + j * SUB_ROWS + v * LANES);
+            Vec score = NAME(load)(block->target + j * SUB_ROWS + v * LANES);
             Bits larger = (score > largest) | (score != score); /* NaN stays */
             if (strip->is_masked) larger &= NAME(lane_mask)(strip->words[j], v);
             largest = NAME(select)(larger, score, largest);
@@ -42,6 +42,32 @@ static NOINLINE void NAME(add_position)(
     }
     double first = (double)strip->first_key;
     for (int r = 0; r < SUB_ROWS; r++) sums[r] += first * row_sums[r] + part[r];
+}
+
+/* Merge the moments of a strip with those of the strips before, without subtracting large numbers. */
+static NOINLINE void NAME(add_moments)(Block *block, const Strip *strip, const REAL *row_sums) {
+    REAL means[SUB_ROWS], parts[SUB_ROWS];
+    for (int v = 0; v < VECTORS; v++) {
+        const REAL *weights = block->scores + v * LANES;
+        Vec sum = {}, weight = NAME(load)(row_sums + v * LANES), deviations = {};
+        for (int j = 1; j < strip->count; j++) sum += NAME(load)(weights + j * SUB_ROWS) * (REAL)j;
+        Vec mean = sum / NAME(select)(weight == 0, NAME(splat)(1), weight);
+        for (int j = 0; j < strip->count; j++) {
+            Vec ahead = (REAL)j - mean;
+            deviations += NAME(load)(weights + j * SUB_ROWS) * (ahead * ahead);
+        }
+        NAME(store)(means + v * LANES, mean);
+        NAME(store)(parts + v * LANES, deviations);
+    }
+    double *weight = block->weight + strip->sub * SUB_ROWS, *mean = block->mean + strip->sub * SUB_ROWS;
+    double *deviations = block->deviations + strip->sub * SUB_ROWS, first = (double)strip->first_key;
+    for (int r = 0; r < SUB_ROWS; r++) {
+        double before = weight[r], total = before + row_sums[r];
+        double share = row_sums[r] / (total == 0 ? 1 : total), ahead = first + means[r] - mean[r];
+        weight[r] = total;
+        mean[r] += ahead * share;
+        deviations[r] += parts[r] + ahead * ahead * before * share;
+    }
 }
 
 /* Sum the weights of some keys of a strip, row by row. */
@@ -200,6 +226,98 @@ static NOINLINE void NAME(insert_largest)(Block *block, const Strip *strip, int 
     }
 }
 
+static ALWAYS_INLINE int NAME(ranks_before)(Candidate a, Candidate b) {
+    return a.value > b.value || (a.value == b.value && a.key < b.key);
+}
+
+/* Split candidates first … last around one of them; return the last of the left part, and the first of the right part. */
+static ALWAYS_INLINE void NAME(partition)(Candidate *c, int64_t first, int64_t last, int64_t *left, int64_t *right) {
+    Candidate a = c[first], b = c[first + (last - first) / 2], d = c[last];
+    Candidate most = NAME(ranks_before)(a, b) ? a : b, least = NAME(ranks_before)(a, b) ? b : a;
+    Candidate pivot = NAME(ranks_before)(d, most) ? most : NAME(ranks_before)(least, d) ? least : d;
+    while (first <= last) {
+        while (NAME(ranks_before)(c[first], pivot)) first++;
+        while (NAME(ranks_before)(pivot, c[last])) last--;
+        if (first <= last) {
+            Candidate kept = c[first];
+            c[first++] = c[last];
+            c[last--] = kept;
+        }
+    }
+    *left = last;
+    *right = first;
+}
+
+/* Move the k first of n candidates, in any order, to the front. */
+static void NAME(select_first)(Candidate *c, int64_t n, int64_t k) {
+    for (int64_t first = 0, last = n - 1; first < last;) {
+        int64_t left, right;
+        NAME(partition)(c, first, last, &left, &right);
+        if (k - 1 <= left)
+            last = left;
+        else if (k - 1 >= right)
+            first = right;
+        else
+            return;
+    }
+}
+
+static void NAME(sort)(Candidate *c, int64_t first, int64_t last) {
+    while (first < last) {
+        int64_t left, right;
+        NAME(partition)(c, first, last, &left, &right);
+        if (left - first < last - right) { /* the smaller part by recursion: its depth is at most log2 of the length */
+            NAME(sort)(c, first, left);
+            first = right;
+        } else {
+            NAME(sort)(c, right, last);
+            last = left;
+        }
+    }
+}
+
+/* Collect the weights of a strip that are larger than the k-th of their row. When a row has twice as many candidates as
+   wanted, half of them are dropped; of equal weights the first keys stay. */
+static NOINLINE void NAME(collect_largest)(Block *block, const Strip *strip, int rows) {
+    int64_t k = block->job->top_k;
+    for (int v = 0; v < VECTORS && v * LANES < rows; v++) {
+        REAL *threshold = block->threshold + strip->sub * SUB_ROWS + v * LANES;
+        const REAL *weights = block->scores + v * LANES;
+        for (int j = 0; j < strip->count; j++) {
+            unsigned lanes = LANE_BITS(~(NAME(load)(weights + j * SUB_ROWS) <= NAME(load)(threshold)));
+            for (; lanes; lanes &= lanes - 1) {
+                int i = __builtin_ctz(lanes), row = v * LANES + i;
+                REAL weight = weights[j * SUB_ROWS + i];
+                weight = weight != weight ? (REAL)INFINITY : weight;
+                if (row >= rows || !(weight > threshold[i])) continue;
+                Candidate *own = block->candidates + row * block->max_candidates;
+                own[block->num_candidates[row]++] = (Candidate){weight, (int32_t)(strip->first_key + j)};
+                if (block->num_candidates[row] < block->max_candidates) continue;
+                NAME(select_first)(own, block->max_candidates, k);
+                block->num_candidates[row] = k;
+                REAL least = own[0].value;
+                for (int64_t c = 1; c < k; c++) least = own[c].value < least ? own[c].value : least;
+                threshold[i] = least;
+            }
+        }
+    }
+}
+
+static NOINLINE void NAME(write_largest)(Block *block, int sub) {
+    const Job *job = block->job;
+    for (int64_t r = 0; r < SUB_ROWS && sub * SUB_ROWS + r < block->rows; r++) {
+        Candidate *own = block->candidates + r * block->max_candidates;
+        int64_t count = block->num_candidates[r], at = (block->first_row + sub * SUB_ROWS + r) * job->top_k;
+        if (count > job->top_k) NAME(select_first)(own, count, job->top_k);
+        count = count < job->top_k ? count : job->top_k;
+        NAME(sort)(own, 0, count - 1);
+        for (int64_t c = 0; c < count; c++) {
+            job->top_values[at + c] = own[c].value == (REAL)INFINITY ? NAN : own[c].value;
+            job->top_indices[at + c] = own[c].key;
+        }
+    }
+}
+
 /* Add what the cells of one column of the grid collected for a sub-block to the grid. */
 static NOINLINE void NAME(flush_cells)(Block *block, int grid_number, int sub) {
     const Grid *grid = block->job->grids + grid_number;
@@ -249,4 +367,64 @@ static NOINLINE void NAME(add_cells)(Block *block, const Strip *strip, const REA
             start = stop;
         }
     }
+}
+
+/* Add the output of the last strips to the output of those before. */
+static NOINLINE void NAME(flush_part)(Block *block) {
+    for (int64_t i = 0; i < block->job->value_dim * SUB_ROWS; i += LANES) {
+        NAME(store)(block->product + i, NAME(load)(block->product + i) + NAME(load)(block->part + i));
+        NAME(store)(block->part + i, (Vec){});
+    }
+    block->num_parts = 0;
+}
+
+static void NAME(clear_product)(Block *block) {
+    for (int64_t i = 0; i < block->job->value_dim * SUB_ROWS; i++) block->product[i] = block->part[i] = 0;
+    block->num_parts = 0;
+}
+
+static void NAME(write_product)(Block *block, int sub) {
+    const Job *job = block->job;
+    NAME(flush_part)(block);
+    for (int64_t r = 0; r < SUB_ROWS && sub * SUB_ROWS + r < block->rows; r++) {
+        REAL *own = (REAL *)job->output + (block->first_row + sub * SUB_ROWS + r) * job->value_dim;
+        for (int64_t d = 0; d < job->value_dim; d++) own[d] = block->product[d * SUB_ROWS + r];
+    }
+}
+
+/* Add the product of the weights of a strip with its values to the output. It is summed up in two levels, so that rounding
+   errors grow with the square root of the number of keys at most. */
+static NOINLINE void NAME(add_product)(Block *block, const Strip *strip) {
+    int64_t dim = block->job->value_dim, stride = block->job->value_stride;
+    const REAL *value = (const REAL *)block->job->value + strip->first_key * stride;
+    for (int row = 0; row < SUB_ROWS; row += TILE_VECTORS * LANES) {
+        const REAL *weights = block->scores + row;
+        REAL *part = block->part + row;
+        int64_t d = 0;
+        for (; d + TILE_KEYS <= dim; d += TILE_KEYS) {
+            Vec sums[TILE_KEYS][TILE_VECTORS] = {};
+            for (int j = 0; j < strip->count; j++) {
+                Vec w[TILE_VECTORS];
+                UNROLL for (int v = 0; v < TILE_VECTORS; v++) w[v] = NAME(load)(weights + j * SUB_ROWS + v * LANES);
+                UNROLL for (int k = 0; k < TILE_KEYS; k++) {
+                    REAL factor = value[j * stride + d + k];
+                    UNROLL for (int v = 0; v < TILE_VECTORS; v++) sums[k][v] += w[v] * factor;
+                }
+            }
+            UNROLL for (int k = 0; k < TILE_KEYS; k++)
+                UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+                    REAL *own = part + (d + k) * SUB_ROWS + v * LANES;
+                    NAME(store)(own, NAME(load)(own) + sums[k][v]);
+                }
+        }
+        for (; d < dim; d++)
+            for (int v = 0; v < TILE_VECTORS; v++) {
+                REAL *own = part + d * SUB_ROWS + v * LANES;
+                Vec sum = {};
+                for (int j = 0; j < strip->count; j++)
+                    sum += NAME(load)(weights + j * SUB_ROWS + v * LANES) * value[j * stride + d];
+                NAME(store)(own, NAME(load)(own) + sum);
+            }
+    }
+    if (++block->num_parts == PART_STRIPS) NAME(flush_part)(block);
 }
