@@ -2,15 +2,14 @@
 
 python -m examples.qk_clip [--rate 0.06] [--steps 300] [--limit 30] [--seeds 3] [--write]
 
-After each step, `regard.monitor` has the largest score of every head. If it exceeds the limit, the query and key
-weights of the head are multiplied by sqrt(limit / score), as MuonClip does (Kimi K2, arXiv 2507.20534).
+After each step, `regard.monitor` has the largest score of every head, and `regard.monitor.qk_clip` rescales the query
+and key weights of heads whose score exceeds the limit, as MuonClip does (Kimi K2, arXiv 2507.20534).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from regard.learn.gpt import GPT, GPTConfig
-from regard.monitor import Monitor
+from regard.monitor import Monitor, qk_clip
 
 FIGURES = Path(__file__).with_suffix(".json")
-
-
-def clip_scores(model: GPT, rows: list[dict[str, Any]], limit: float) -> int:
-    """Rescale the query and key weights of every head whose largest score exceeds a limit.
-
-    Args:
-        model: The model.
-        rows: The rows of the last monitored step.
-        limit: The largest score to allow.
-
-    Returns:
-        Number of heads that were rescaled.
-
-    Raises:
-        ValueError: If the scores of a head are not known, so that it could grow without bound.
-    """
-    count = 0
-    with torch.no_grad():
-        for row in rows:
-            if math.isnan(row["max_score"]):
-                raise ValueError(f"the scores of {row['module']!r}, head {row['head']}, are not known")
-            if row["max_score"] > limit:
-                attention = model.get_submodule(row["module"])
-                size = attention.q_proj.out_features // attention.num_heads
-                own = slice(row["head"] * size, (row["head"] + 1) * size)
-                factor = (limit / row["max_score"]) ** 0.5
-                attention.q_proj.weight[own] *= factor
-                attention.k_proj.weight[own] *= factor
-                count += 1
-    return count
 
 
 def train(rate: float, steps: int, limit: float | None, seed: int = 0) -> dict[str, Any]:
@@ -81,7 +50,7 @@ def train(rate: float, steps: int, limit: float | None, seed: int = 0) -> dict[s
             optimizer.zero_grad()
             losses.append(loss.item())
             if limit is not None:
-                clips += clip_scores(model, monitor.last_rows, limit)
+                clips += len(qk_clip(model, monitor, limit))
     largest = [max(monitor.history.filter(step=step).column("max_score")) for step in range(steps)]
     return {"losses": losses, "max_score": largest, "clips": clips}
 

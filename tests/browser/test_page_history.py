@@ -9,8 +9,9 @@ from tests.helpers.pages import HOSTILE, faults
 
 pytest.importorskip("torch")
 
-from regard.lens import Table
+from regard.monitor import history_page
 from regard.monitor.alarms import Alarm
+from regard.monitor.history import History, Snapshot
 from regard.monitor.history_page import build_history_page, draw_history
 
 pytestmark = pytest.mark.slow  # starts a browser
@@ -19,21 +20,21 @@ STEPS = [0, 50, 100, 150, 200]
 HEADS = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
 
 
-def build_history() -> Table:
-    rng = np.random.default_rng(0)
-    return Table(
-        {
-            "step": step,
-            "module": f"layers.{layer}.{HOSTILE[0]}",
-            "layer": layer,
-            "head": head,
-            "max_score": float((1 + i) * (1 + head) + rng.random()),
-            "entropy": float("nan") if (layer, head, step) == (1, 1, 100) else float(3 / (1 + i) + head / 10),
-            "rows": 64,
-        }
-        for i, step in enumerate(STEPS)
-        for layer, head in HEADS
-    )
+def build_history() -> History:
+    rng, history = np.random.default_rng(0), History(0)
+    places = [(f"layers.{layer}.{HOSTILE[0]}", layer, head) for layer, head in HEADS]
+    for i, step in enumerate(STEPS):
+        values = [
+            [
+                (1 + i) * (1 + head) + rng.random(),
+                np.nan if (layer, head, step) == (1, 1, 100) else 3 / (1 + i) + head / 10,
+                64,
+            ]
+            for _, layer, head in places
+        ]
+        columns = ("max_score", "entropy", "rows")
+        history.add(Snapshot(step, ("module", "layer", "head"), places, columns, np.array(values)))
+    return history
 
 
 @pytest.mark.parametrize("width", [1200, 390])
@@ -78,3 +79,9 @@ def test_plot_draws_each_head_over_time() -> None:
     assert drawn.shape == (len(HEADS), len(STEPS))
     assert drawn[3, 4] == build_history().filter(layer=0, head=3, step=200)[0]["max_score"]
     pyplot.close(ax.figure)
+
+
+def test_the_page_of_a_large_model_has_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_page, "MAX_NUMBERS", 2 * len(HEADS) * 3)
+    record = build_history_page(build_history(), [], "Run").html
+    assert '"steps":[0,100,200]' in record.replace(" ", "")

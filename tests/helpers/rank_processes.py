@@ -16,7 +16,13 @@ import torch.distributed as dist
 # module that torch imports in the first backward pass.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.fx.experimental.symbolic_shapes", "regard.distributed", "tests.helpers.ring_cases"]
+    [
+        "torch",
+        "torch.fx.experimental.symbolic_shapes",
+        "regard.distributed",
+        "tests.helpers.ring_cases",
+        "tests.helpers.parallel_training",
+    ]
 )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from regard.errors import RegardError
+import numpy as np
 
-Row = dict[str, Any]
-HeadHistory = Mapping[tuple[str, int], Sequence[Row]]
+from regard.errors import RegardError
+from regard.monitor.history import RECENT_STEPS, FloatArray, History, Snapshot
+
+# Powers of a factor are limited to this, so that a float can hold them.
+MAX_TIMES = 100.0
 
 
 class Alarm(NamedTuple):
@@ -83,68 +84,126 @@ class AlarmError(RegardError, RuntimeError):
 class AlarmRule(Protocol):
     """A rule: an object with a method `check`."""
 
-    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step.
 
         Args:
-            rows: The rows of this step, one for each layer and head.
-            history: The rows of each head, by module and head: all monitored steps including this one, in order.
+            heads: The numbers of the step; `heads["entropy"]` has one number for each head.
+            history: The monitored steps so far, this one included. `history.first("entropy")` and
+                `history.recent("entropy", 4)` have one number for each head of `heads`.
         """
 
 
-def _build(kind: str, row: Row, value: float, limit: float, message: str, hint: str) -> Alarm:
-    return Alarm(kind, row["step"], row["module"], row["layer"], row["head"], value, limit, message, hint)
+def build_alarm(
+    kind: str, heads: Snapshot, index: int, value: float, limit: float, message: str, hint: str
+) -> Alarm:
+    """Return the alarm for one head of a step.
+
+    Args:
+        kind: Name of the rule.
+        heads: The numbers of the step.
+        index: Index of the head in `heads`.
+        value: The number that crossed the limit.
+        limit: The limit.
+        message: What was measured.
+        hint: What it usually means, and what to do.
+    """
+    module, layer, head = heads.places[index]
+    return Alarm(kind, heads.step, module, layer, head, float(value), float(limit), message, hint)
 
 
-def _find_first(values: Iterable[float]) -> float:
-    """Return the first value that is known; NaN if there is none."""
-    return next((value for value in values if not math.isnan(value)), math.nan)
+def _find_earlier(heads: Snapshot, history: History, steps: int) -> tuple[FloatArray, FloatArray]:
+    """Return the mean of each row's largest score at least `steps` steps earlier, and how many times `steps` that is.
+
+    Both are (heads,), and of the last such step that measured the head; NaN and 1 if there is none.
+    """
+    start, times = np.full(len(heads), np.nan), np.ones(len(heads))
+    means = history.recent("max_score_mean", RECENT_STEPS)
+    for mean, number in zip(means[::-1], history.steps[: -len(means) - 1 : -1], strict=True):
+        if heads.step - number >= steps:
+            is_new = np.isnan(start) & ~np.isnan(mean)
+            start[is_new], times[is_new] = mean[is_new], (heads.step - number) / steps
+            if not np.isnan(start).any():
+                break
+    return start, np.minimum(times, MAX_TIMES)
 
 
 @dataclass(frozen=True)
 class ScoreGrowth:
-    """Alarm if the largest score of a head is large, or has grown fast and is still growing.
+    """Alarm if the largest score of a head is large, or if the largest scores of its rows are large and grow fast.
 
     Scores that grow without bound precede divergence (Dehghani et al., 2302.05442; Wortsman et al., 2309.14322).
-    MuonClip limits them to 100 (Kimi K2, 2507.20534), the default of `value`.
+    MuonClip limits them to 100 (Kimi K2, 2507.20534), the default of `value`. The other defaults were tuned on small
+    models, whose scores also grow fast while they learn to attend, but not above `floor`.
 
     Args:
         value: Alarm above this largest score.
-        factor: Alarm if the largest score is above `floor` and this many times its first value, and has risen in each
-            of the last `window` monitored steps.
-        window: Number of consecutive rises.
-        floor: Trends below this largest score are ignored: a softmax over n keys leaves its linear range at about
-            ln n, which is 6 to 12 for 400 to 160,000 keys.
+        factor: Alarm if the mean over the rows of each row's largest score grows by more than this factor in each
+            `steps` steps.
+        steps: The growth is that since the last monitored step that is at least this much earlier.
+        floor: Growth below this mean is ignored.
     """
 
     value: float = 100.0
-    factor: float = 10.0
-    window: int = 3
-    floor: float = 30.0
+    factor: float = 1.35
+    steps: int = 10
+    floor: float = 22.0
 
-    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
         hint = (
             "Scores that grow without bound precede divergence: lower the learning rate, normalise query and key "
             "(QK-norm), or rescale them (QK-clip)."
         )
-        for row in rows:
-            score = row["max_score"]
-            if score > self.value:
-                yield _build(
-                    "score growth", row, score, self.value, f"the largest score is {score:.1f}", hint
+        largest, means = heads["max_score"], heads["max_score_mean"]
+        start, times = _find_earlier(heads, history, self.steps)
+        limits = np.maximum(self.factor**times * np.abs(start), self.floor)
+        for i in np.flatnonzero((largest > self.value) | (means > limits)).tolist():
+            if largest[i] > self.value:
+                numbers, message = (largest[i], self.value), f"the largest score is {largest[i]:.1f}"
+            else:
+                numbers = means[i], limits[i]
+                message = (
+                    f"the mean of each row's largest score rose from {start[i]:.1f} to {means[i]:.1f} in "
+                    f"{times[i] * self.steps:.0f} steps"
                 )
-            elif score > self.floor:
-                past = [old["max_score"] for old in history[row["module"], row["head"]]]
-                start, recent = _find_first(past), past[-1 - self.window :]
-                is_rising = len(recent) > self.window and all(a < b for a, b in pairwise(recent))
-                limit = self.factor * abs(start)
-                if is_rising and score > limit:
-                    message = (
-                        f"the largest score rose from {start:.1f} to {score:.1f}, including each of the last "
-                        f"{self.window} monitored steps"
-                    )
-                    yield _build("score growth", row, score, limit, message, hint)
+            yield build_alarm("score growth", heads, i, *numbers, message, hint)
+
+
+@dataclass(frozen=True)
+class LostAttention:
+    """Alarm if the scores of a head that has learned to attend fall so fast that its rows become nearly uniform.
+
+    A learning rate that is too high for a layer destroys what its heads have learned, often without a large score.
+
+    Args:
+        factor: Alarm if the mean over the rows of each row's largest score falls by more than this factor in each
+            `steps` steps.
+        steps: The fall is that since the last monitored step that is at least this much earlier.
+        floor: Ignore heads whose mean was below this.
+    """
+
+    factor: float = 2.0
+    steps: int = 10
+    floor: float = 1.75
+
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
+        """Yield the alarms of one monitored step."""
+        means = heads["max_score_mean"]
+        start, times = _find_earlier(heads, history, self.steps)
+        limits = start / self.factor**times
+        for i in np.flatnonzero((start > self.floor) & (means < limits)).tolist():
+            yield build_alarm(
+                "lost attention",
+                heads,
+                i,
+                means[i],
+                limits[i],
+                f"the mean of each row's largest score fell from {start[i]:.1f} to {means[i]:.1f} in "
+                f"{times[i] * self.steps:.0f} steps",
+                "The head forgets which keys it attends to: the learning rate of its layer may be too high, or a "
+                "gradient wrong.",
+            )
 
 
 @dataclass(frozen=True)
@@ -160,24 +219,24 @@ class EntropyCollapse:
     """
 
     share: float = 0.1
-    min_score: float = 30.0
+    min_score: float = 90.0
 
-    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
-        for row in rows:
-            start = _find_first(old["entropy"] for old in history[row["module"], row["head"]])
-            entropy, limit = row["entropy"], self.share * start
-            if entropy < limit and row["max_score"] > self.min_score:
-                yield _build(
-                    "entropy collapse",
-                    row,
-                    entropy,
-                    limit,
-                    f"the mean entropy fell from {start:.3f} to {entropy:.3f} nats, with scores up to "
-                    f"{row['max_score']:.1f}",
-                    "Rows that attend to a single key pass little gradient to query and key: lower the learning rate, "
-                    "or limit the scores (QK-norm, QK-clip, softcap).",
-                )
+        entropy, scores, start = heads["entropy"], heads["max_score"], history.first("entropy")
+        limits = self.share * start
+        for i in np.flatnonzero((entropy < limits) & (scores > self.min_score)).tolist():
+            yield build_alarm(
+                "entropy collapse",
+                heads,
+                i,
+                entropy[i],
+                limits[i],
+                f"the mean entropy fell from {start[i]:.3f} to {entropy[i]:.3f} nats, with scores up to "
+                f"{scores[i]:.1f}",
+                "Rows that attend to a single key pass little gradient to query and key: lower the learning rate, "
+                "or limit the scores (QK-norm, QK-clip, softcap).",
+            )
 
 
 @dataclass(frozen=True)
@@ -190,21 +249,22 @@ class SaturatedHead:
     """
 
     share: float = 0.9
-    min_score: float = 30.0
+    min_score: float = 90.0
 
-    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
-        for row in rows:
-            if row["saturated"] > self.share and row["max_score"] > self.min_score:
-                yield _build(
-                    "saturated head",
-                    row,
-                    row["saturated"],
-                    self.share,
-                    f"{row['saturated']:.1%} of the rows have a weight above 0.99",
-                    "The gradient of a saturated softmax vanishes, so the head hardly learns which keys to attend to. "
-                    "Limit its scores, or check its scale.",
-                )
+        saturated = heads["saturated"]
+        for i in np.flatnonzero((saturated > self.share) & (heads["max_score"] > self.min_score)).tolist():
+            yield build_alarm(
+                "saturated head",
+                heads,
+                i,
+                saturated[i],
+                self.share,
+                f"{saturated[i]:.1%} of the rows have a weight above 0.99",
+                "The gradient of a saturated softmax vanishes, so the head hardly learns which keys to attend to. "
+                "Limit its scores, or check its scale.",
+            )
 
 
 @dataclass(frozen=True)
@@ -220,36 +280,39 @@ class DeadHead:
 
     share: float = 0.995
 
-    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
-        for row in rows:
-            if row["first"] > self.share:
-                yield _build(
-                    "dead head",
-                    row,
-                    row["first"],
-                    self.share,
-                    f"{row['first']:.2%} of the weight is on the first token",
-                    "The head adds the same vector to every token. It may be pruned; if many heads die early, lower "
-                    "the learning rate or lengthen the warm-up.",
-                )
+        first = heads["first"]
+        for i in np.flatnonzero(first > self.share).tolist():
+            yield build_alarm(
+                "dead head",
+                heads,
+                i,
+                first[i],
+                self.share,
+                f"{first[i]:.2%} of the weight is on the first token",
+                "The head adds the same vector to every token. It may be pruned; if many heads die early, lower "
+                "the learning rate or lengthen the warm-up.",
+            )
 
 
 @dataclass(frozen=True)
 class NonFinite:
     """Alarm if rows of a head have NaN or inf; only the first affected layer of a step is named."""
 
-    def check(self, rows: Sequence[Row], history: HeadHistory) -> Iterator[Alarm]:
+    def check(self, heads: Snapshot, history: History) -> Iterator[Alarm]:
         """Yield the alarms of one monitored step."""
-        bad = [row for row in rows if row["nonfinite"]]
-        for row in bad:
-            if row["layer"] == bad[0]["layer"]:
-                yield _build(
+        nonfinite, rows = heads["nonfinite"], heads["rows"]
+        bad = np.flatnonzero(nonfinite > 0).tolist()
+        for i in bad:
+            if heads.places[i][0] == heads.places[bad[0]][0]:
+                yield build_alarm(
                     "NaN or inf",
-                    row,
-                    float(row["nonfinite"]),
+                    heads,
+                    i,
+                    nonfinite[i],
                     0.0,
-                    f"{row['nonfinite']:,} of {row['rows']:,} rows have NaN or inf",
+                    f"{nonfinite[i]:,.0f} of {rows[i]:,.0f} rows have NaN or inf",
                     "This is the first layer with NaN or inf, in execution order: its weights or the previous "
                     "layer produced them.",
                 )
@@ -257,6 +320,7 @@ class NonFinite:
 
 DEFAULT_ALARMS: tuple[AlarmRule, ...] = (
     ScoreGrowth(),
+    LostAttention(),
     EntropyCollapse(),
     SaturatedHead(),
     DeadHead(),

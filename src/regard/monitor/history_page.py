@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 
 from regard.errors import ArgumentError
-from regard.lens.table import Table
 from regard.monitor.alarms import Alarm
-from regard.monitor.loggers import KEYS, SHARES
+from regard.monitor.history import History
+from regard.monitor.loggers import SHARES
 from regard.pages.encoding import encode_array
 from regard.pages.html import Page, build_page
 from regard.render.text import escape_unprintable
 
 MAX_ALARMS = 200  # that the page lists
+MAX_NUMBERS = 2_000_000  # in the page
+MAX_INCHES, MAX_TICKS = 12.0, 40  # of the picture
 
 CAPTIONS = {
     "max_score": "the largest score; growth without bound precedes divergence",
@@ -29,46 +31,35 @@ CAPTIONS = {
 }
 
 
-def _collect_history(
-    history: Table, operation: str
-) -> tuple[list[int], list[dict[str, Any]], dict[str, Any]]:
-    """Collect the history as arrays.
-
-    Returns:
-        The monitored steps; module, layer and head of each head; and each column, (heads, steps), NaN where a head has
-        no row.
-    """
-    if not history:
+def _check_history(history: History, operation: str) -> None:
+    if not len(history):
         raise ArgumentError(
             operation,
             received="a monitor without history",
             expected="at least one monitored step",
-            hint="Attach the monitor and train: step 0 is monitored.",
+            hint="Attach the monitor and train: the first step is monitored.",
         )
-    steps = sorted({row["step"] for row in history})
-    heads = {(row["module"], row["head"]): row["layer"] for row in history}
-    places = {place: i for i, place in enumerate(sorted(heads, key=lambda place: (heads[place], *place)))}
-    columns = {
-        name: np.full((len(places), len(steps)), np.nan)
-        for name in history.columns
-        if name not in (*KEYS, "rows")
-    }
-    step_index = {step: i for i, step in enumerate(steps)}
-    for row in history:
-        at = places[row["module"], row["head"]], step_index[row["step"]]
-        for name, values in columns.items():
-            values[at] = row[name]
-    named = [{"module": module, "head": head, "layer": heads[module, head]} for module, head in places]
-    return steps, named, columns
 
 
-def draw_history(history: Table, column: str, ax: Any) -> Any:
+def _list_columns(history: History) -> list[str]:
+    """Return the columns that are drawn."""
+    return [name for name in history.last.columns if name != "rows"] if history.last else []
+
+
+def _order_places(history: History) -> list[int]:
+    """Return the indices of the heads by layer and head."""
+    places = history.places
+    return sorted(range(len(places)), key=lambda i: (places[i][1], places[i][0], places[i][2]))
+
+
+def draw_history(history: History, column: str, ax: Any) -> Any:
     """Draw one column of the history with matplotlib; see `Monitor.plot`."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError("monitor.plot: matplotlib is not installed. pip install 'regard[plot]'") from error
-    steps, heads, columns = _collect_history(history, "monitor.plot")
+    _check_history(history, "monitor.plot")
+    columns = _list_columns(history)
     if column not in columns:
         raise ArgumentError(
             "monitor.plot",
@@ -76,39 +67,56 @@ def draw_history(history: Table, column: str, ax: Any) -> Any:
             expected=f"one of {', '.join(columns)}",
             hint="monitor.history.columns lists all.",
         )
+    steps, order = history.steps, _order_places(history)
+    layers = [history.places[i][1] for i in order]
     if ax is None:
-        _, ax = pyplot.subplots(figsize=(8, 1.5 + 0.18 * len(heads)), layout="constrained")
+        height = min(1.5 + 0.18 * len(order), MAX_INCHES)
+        _, ax = pyplot.subplots(figsize=(8, height), layout="constrained")
     image = ax.imshow(
-        columns[column], aspect="auto", interpolation="nearest", vmin=0, vmax=1 if column in SHARES else None
+        history.array(column)[:, order].T,
+        aspect="auto",
+        interpolation="nearest",
+        vmin=0,
+        vmax=1 if column in SHARES else None,
     )
     ax.figure.colorbar(image, ax=ax, label=column)
     ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 8)).round().astype(int))
     ax.set_xticks(ticks, [f"{steps[i]:,}" for i in ticks])
     ax.set_xlabel("step")
-    starts = [i for i, head in enumerate(heads) if not i or head["layer"] != heads[i - 1]["layer"]]
-    ax.set_yticks(starts, [f"layer {heads[i]['layer']}" for i in starts])
+    starts = [i for i, layer in enumerate(layers) if not i or layer != layers[i - 1]]
+    named = starts[:: 1 + len(starts) // MAX_TICKS]
+    ax.set_yticks(named, [f"layer {layers[i]}" for i in named])
     for start in starts[1:]:
-        ax.axhline(start - 0.5, color="white", linewidth=1)
+        ax.axhline(start - 0.5, color="white", linewidth=min(1.0, MAX_TICKS / len(starts)))
     return ax
 
 
-def build_history_page(history: Table, alarms: Sequence[Alarm], title: str) -> Page:
+def build_history_page(history: History, alarms: Sequence[Alarm], title: str) -> Page:
     """Build the page of a history; see `Monitor.page`."""
-    steps, heads, columns = _collect_history(history, "monitor.page")
-    name = escape_unprintable(title)
-    modules = {head["layer"]: escape_unprintable(head["module"]) for head in heads}
+    _check_history(history, "monitor.page")
+    name, columns, order = escape_unprintable(title), _list_columns(history), _order_places(history)
+    heads = [history.places[i] for i in order]
+    modules = {layer: escape_unprintable(module) for module, layer, _ in heads}
+    # The page of a large model has fewer steps: the first, the last and evenly spaced ones.
+    count = max(MAX_NUMBERS // (len(heads) * len(columns)), 2)
+    chosen = np.unique(
+        np.linspace(0, len(history.steps) - 1, min(count, len(history.steps))).round().astype(int)
+    )
+    steps = [history.steps[i] for i in chosen]
     record = {
         "title": name,
         "steps": steps,
         "modules": [modules.get(layer, "") for layer in range(1 + max(modules))],
-        "heads": [{"layer": head["layer"], "head": head["head"]} for head in heads],
+        "heads": [{"layer": layer, "head": head} for _, layer, head in heads],
         "columns": [
             {
                 "name": escape_unprintable(column),
                 "caption": CAPTIONS.get(column, "a measure of each row"),
-                "values": encode_array(np.asarray(values, np.float32), early=True),
+                "values": encode_array(
+                    history.array(column)[chosen][:, order].T.astype(np.float32), early=True
+                ),
             }
-            for column, values in columns.items()
+            for column in columns
         ],
         "alarms": [
             {name: getattr(alarm, name) for name in ("kind", "step", "layer", "head")}

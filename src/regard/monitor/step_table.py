@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from regard.capture.call import Call
-from regard.capture.own_softmax import count_heads
 from regard.errors import ArgumentError
 from regard.lens.head_table import as_numpy_per_head
 from regard.lens.token_rows import TokenRows
 from regard.lens.weight_measures import WeightAt
 from regard.measures import Entropy, MaxScore, Measure
+from regard.monitor.head_layout import LayerPart, Layout
+from regard.monitor.history import FloatArray, Snapshot
 from regard.types import Array
 
-Tensor = Any  # the types of torch are not followed
+if TYPE_CHECKING:
+    from regard.core.matrix import AttentionMatrix
+    from regard.distributed.matrix import DistributedMatrix
 
 # A row is saturated if one weight exceeds this.
 SATURATED_WEIGHT = 0.99
@@ -92,35 +90,52 @@ class StepTable:
         token_rows = TokenRows.from_call(call)
         if not token_rows.rows.any():
             return
-        first_key = np.broadcast_to(token_rows.keys.argmax(-1)[..., None], token_rows.rows.shape)
-        matrix = call.matrix
+        by_row = self._measure(call.matrix, token_rows)
+        is_finite = np.logical_and.reduce([np.isfinite(values) for values in by_row.values()])
+        if call.weights is not None:
+            # The logarithm of a weight is the score less the lse of the layer's own softmax.
+            lse = np.nan if call.lse is None else as_numpy_per_head(call.lse)
+            by_row["max_score"] = by_row["max_score"] + lse
+        self._join(call.name, self._reduce(by_row, token_rows.rows, is_finite))
+
+    def add_shards(self, name: str, matrix: DistributedMatrix) -> None:
+        """Measure the rows of this process over the keys of all ranks of a group; every rank of it must call it."""
+        self.is_empty = False
+        with torch.no_grad():
+            token_rows = TokenRows.from_shards(matrix)
+            by_row = self._measure(matrix, token_rows)
+        is_finite = np.logical_and.reduce([np.isfinite(values) for values in by_row.values()])
+        self._join(name, self._reduce(by_row, token_rows.rows, is_finite))
+
+    def _measure(self, matrix: AttentionMatrix, token_rows: TokenRows) -> dict[str, Array]:
+        """Return the measures of each row by name, (…, heads, q_len)."""
+        first_key = token_rows.keys.argmax(-1)[..., None]  # of all rows of a batch entry
         results = matrix.measure(
             max_score=MaxScore(), entropy=Entropy(), first=WeightAt(first_key), **self._extra
         )._asdict()
         by_row: dict[str, Array] = {}
         for name, result in results.items():
             shape = getattr(result, "shape", type(result).__name__)
-            if shape != call.shape[:-1]:
+            if shape != matrix.shape[:-1]:
                 raise ArgumentError(
                     "Monitor",
                     received=f"measures[{name!r}] with a result of shape {shape}",
-                    expected=f"one number for each row, {call.shape[:-1]}",
+                    expected=f"one number for each row, {matrix.shape[:-1]}",
                     hint="Entropy, Mass, Distance, Position and Spread return such results.",
                 )
             by_row[name] = as_numpy_per_head(result)
         # A weight is exp(score − lse), so the largest one needs no search.
         with np.errstate(invalid="ignore"):  # a row without keys has −inf in both
             by_row["max_weight"] = np.exp(by_row["max_score"] - as_numpy_per_head(matrix.lse))
-        is_finite = np.logical_and.reduce([np.isfinite(values) for values in by_row.values()])
-        if call.weights is not None:
-            # The logarithm of a weight is the score less the lse of the layer's own softmax.
-            lse = np.nan if call.lse is None else as_numpy_per_head(call.lse)
-            by_row["max_score"] = by_row["max_score"] + lse
-        summary, before = self._reduce(by_row, token_rows.rows, is_finite), self.layers.get(call.name)
+        return by_row
+
+    def _join(self, name: str, summary: HeadSummary) -> None:
+        """Join the rows of a call with those of the other calls of its layer."""
+        before = self.layers.get(name)
         if before is not None:
             maxima = np.maximum(before.maxima, summary.maxima)
             summary = HeadSummary(before.sums + summary.sums, maxima)
-        self.layers[call.name] = summary
+        self.layers[name] = summary
 
     def _reduce(self, by_row: dict[str, Array], rows: Array, is_finite: Array) -> HeadSummary:
         """Reduce (…, heads, q_len) over all axes but the heads; a score of NaN in a finite row is not known."""
@@ -137,7 +152,9 @@ class StepTable:
             else:
                 signed = values if reduce == "max" else -values
                 # Sums of several processes keep a NaN, maxima may not: `rows` reads it from the sum.
-                maxima.append(np.where(counted & ~np.isnan(signed), signed, -np.inf).max(axes))
+                maxima.append(
+                    np.where(counted & ~np.isnan(signed), signed, -np.inf).max(axes, initial=-np.inf)
+                )
         return HeadSummary(np.stack(sums, -1).astype(float), np.stack(maxima, -1))
 
     def combine(self, layout: Layout, own: dict[str, LayerPart], group: Any, device: Any) -> None:
@@ -171,191 +188,32 @@ class StepTable:
         self.layers = {name: HeadSummary(*both) for name, *both in zip(layout, *halves, strict=True)}
         self._first_heads = {name: layer.first_head for name, layer in layout.items()}
 
-    def rows(self, step: int, numbers: dict[str, int]) -> list[dict[str, Any]]:
-        """Return the table as rows of the history, one for each layer and head."""
-        rows = []
+    def snapshot(self, step: int, numbers: dict[str, int]) -> Snapshot:
+        """Return the numbers of all heads.
+
+        Args:
+            step: The step.
+            numbers: Number of each layer by name; layers that ran for the first time are added.
+        """
+        places: list[tuple[str, int, int]] = []
+        values = [np.empty((0, len(self._columns) + 2))]
         for name, summary in self.layers.items():
             layer, first_head = numbers.setdefault(name, len(numbers)), self._first_heads.get(name, 0)
-            for head, (sums, maxima) in enumerate(zip(*summary, strict=True), first_head):
-                count, nonfinite, *sums = sums.tolist()
-                sums_left, maxima_left = iter(sums), iter(maxima.tolist())
-                has_scores = not math.isnan(sums[0])  # that of `max_score`
-                row = {"step": step, "module": name, "layer": layer, "head": head}
-                for column in self._columns:
-                    if column.reduce in ("mean", "saturated"):
-                        number, is_known = next(sums_left) / (count or math.nan), True
-                    else:
-                        number = next(maxima_left) * (-1 if column.reduce == "min" else 1)
-                        is_known = count and (has_scores or column.measure != "max_score")
-                    row[column.name] = number if is_known else math.nan
-                rows.append(row | {"nonfinite": int(nonfinite), "rows": int(count + nonfinite)})
-        return rows
+            places += [(name, layer, first_head + head) for head in range(len(summary.sums))]
+            values.append(self._compute_columns(summary))
+        columns = *(column.name for column in self._columns), "nonfinite", "rows"
+        return Snapshot(step, ("module", "layer", "head"), places, columns, np.concatenate(values))
 
-
-class LayerPart(NamedTuple):
-    """The heads of a layer that one process holds.
-
-    Args:
-        heads: Number of heads.
-        part: Which part of the heads they are, from 0.
-        num_parts: Number of parts.
-        fingerprint: A hash of some of the layer's weights; the same in all processes that hold the same part.
-    """
-
-    heads: int
-    part: int
-    num_parts: int
-    fingerprint: str
-
-
-class LayerHeads(NamedTuple):
-    """The heads of a layer in a group of processes.
-
-    Args:
-        heads: Number of heads of each part, by its number; all parts, or one if the group has no other.
-        first_head: Number of the first head.
-    """
-
-    heads: dict[int, int]
-    first_head: int = 0
-
-
-Layout = dict[str, LayerHeads]  # by module name, in the order in which the layers run
-
-
-def find_layer_part(model: nn.Module, call: Call) -> LayerPart:
-    """Find out which heads of a layer this process holds; to be called while the layer runs.
-
-    Parameters that FSDP shards are whole then, and those that are still sharded belong to tensor parallelism.
-    """
-    owner = _find_owner(model, call.name)
-    heads = call.shape[-3] if len(call.shape) > 2 else 1
-    part, num_parts = 0, 1
-    sharded = [shard for parameter in owner.parameters() for shard in _list_split_axes(parameter)]
-    if sharded:
-        widths = _list_widths(call, heads)
-        # Sizes of the matrices that are not split.
-        whole = {
-            size
-            for parameter in owner.parameters()
-            if parameter.ndim == 2 and not any(_list_split_axes(parameter))
-            for size in parameter.shape
-        }
-        matching = [shard for shard in sharded if shard.size in widths]
-        total = count_heads(owner)
-        if matching and not whole & widths:
-            part, num_parts = matching[0].part, matching[0].num_parts
-        elif not widths and total == heads * sharded[0].num_parts:  # the layer computes its own softmax
-            part, num_parts = sharded[0].part, sharded[0].num_parts
-        elif not whole & widths and total != heads:
-            raise ArgumentError(
-                "Monitor",
-                received=f"{call.name!r} with sharded parameters, none of which matches its {heads} heads",
-                expected="heads that are split evenly by the rows of the query's projection, or not at all",
-                hint="Shard query, key and value with ColwiseParallel and the output with RowwiseParallel of "
-                "torch.distributed.tensor.parallel. Or monitor other layers only, with layers=.",
-            )
-    return LayerPart(heads, part, num_parts, _hash_parameters(owner, with_shards=num_parts > 1))
-
-
-def agree_on_layout(parts: dict[str, LayerPart], group: Any) -> Layout:
-    """Exchange the layers and heads that each process of a group holds, once, in the order in which they run."""
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, parts, group=group)
-    found: dict[str, dict[int, LayerPart]] = {}
-    for other in gathered:
-        for name, part in other.items():
-            known = found.setdefault(name, {}).setdefault(part.part, part)
-            if known != part:
-                _raise_different(name, "processes that hold different layers by that name")
-    names = list(found)
-    if any(list(other) != names for other in gathered if other):
-        # By their numbers, and layers of different lists in the order given.
-        lists = list(dict.fromkeys(re.split(r"\d", name, maxsplit=1)[0] for name in names))
-        names.sort(
-            key=lambda name: (
-                lists.index(re.split(r"\d", name, maxsplit=1)[0]),
-                [int(number) for number in re.findall(r"\d+", name)],
-            )
-        )
-    return {name: _join_parts(name, found[name]) for name in names}
-
-
-def _join_parts(name: str, parts: dict[int, LayerPart]) -> LayerHeads:
-    heads = {number: parts[number].heads for number in sorted(parts)}
-    first, *others = parts.values()
-    if len(parts) == first.num_parts:
-        return LayerHeads(heads)
-    if others:
-        _raise_different(name, f"{len(parts)} of the {first.num_parts} parts of its heads")
-    return LayerHeads(heads, first.part * first.heads)
-
-
-def _raise_different(name: str, received: str) -> None:
-    raise ArgumentError(
-        "Monitor",
-        received=f"{name!r} in {received}",
-        expected="replicas of one model, shards of its heads, or pipeline stages whose layers have different names",
-        hint="Give the layers of pipeline stages their names in the whole model. Or pass the processes that hold the "
-        "same layers: Monitor(…, process_group=group).",
-    )
-
-
-def _find_owner(model: nn.Module, name: str) -> nn.Module:
-    """Return the module of a layer, or the nearest one around it that has parameters."""
-    while name:
-        module = model.get_submodule(name)
-        if any(True for _ in module.parameters()):
-            return module
-        name = name.rpartition(".")[0]
-    return model
-
-
-class _SplitAxis(NamedTuple):
-    """One axis of a parameter that is split: its size here, and which part of how many it is."""
-
-    size: int
-    part: int
-    num_parts: int
-
-
-def _list_split_axes(parameter: Tensor) -> Iterator[_SplitAxis]:
-    """Yield the axes of a parameter that are split between processes, as DTensor states them."""
-    if not _is_distributed(parameter):
-        return
-    coordinate = parameter.device_mesh.get_coordinate() or []
-    for axis, size in enumerate(parameter.to_local().shape):
-        part, num_parts = 0, 1
-        for place, position, length in zip(
-            parameter.placements, coordinate, parameter.device_mesh.shape, strict=True
-        ):
-            if place.is_shard(axis):
-                part, num_parts = part * length + position, num_parts * length
-        if num_parts > 1:
-            yield _SplitAxis(int(size), part, num_parts)
-
-
-def _is_distributed(parameter: Tensor) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # no parameter is a DTensor before it is imported
-    return tensors is not None and isinstance(parameter, tensors.DTensor)
-
-
-def _list_widths(call: Call, heads: int) -> set[int]:
-    """Return the number of rows that projections of this call's heads have: query alone, and query, key and value."""
-    head_dims = {int(tensor.shape[-1]) for tensor in (call.query, call.cached) if tensor is not None} - {0}
-    kv_heads = call.key.shape[-3] if call.key.ndim > 2 else 1
-    return {count * head_dim for head_dim in head_dims for count in (heads, heads + 2 * kv_heads, 3 * heads)}
-
-
-def _hash_parameters(module: nn.Module, with_shards: bool) -> str:
-    """Hash the ends of each parameter: replicas of a layer have the same, different layers do not.
-
-    Parameters that are split, included `with_shards`, differ between processes with the same heads.
-    """
-    digest = hashlib.sha256()
-    for parameter in module.parameters():
-        if with_shards or not any(_list_split_axes(parameter)):
-            local = parameter.to_local() if _is_distributed(parameter) else parameter
-            flat = local.detach().reshape(-1)
-            digest.update(repr((tuple(local.shape), flat[:8].tolist(), flat[-8:].tolist())).encode())
-    return digest.hexdigest()
+    def _compute_columns(self, summary: HeadSummary) -> FloatArray:
+        """Return the numbers of the heads of a layer, (heads, columns)."""
+        count, nonfinite, *sums = summary.sums.T
+        mean_of, maxima = iter(sums), iter(summary.maxima.T)
+        columns = []
+        for column in self._columns:
+            if column.reduce in ("mean", "saturated"):
+                columns.append(next(mean_of) / np.where(count > 0, count, np.nan))
+            else:
+                extreme = next(maxima) * (-1 if column.reduce == "min" else 1)
+                is_known = (count > 0) & ~(np.isnan(sums[0]) & (column.measure == "max_score"))
+                columns.append(np.where(is_known, extreme, np.nan))
+        return np.stack([*columns, nonfinite, count + nonfinite], -1)

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import regard
-from examples.qk_clip import clip_scores
 from regard.interventions import ablate
-from regard.monitor import DeadHead, EntropyCollapse, Monitor, NonFinite, ScoreGrowth
+from regard.monitor import DeadHead, EntropyCollapse, Monitor, NonFinite, ScoreGrowth, qk_clip
 
 # DeBERTa uses torch.jit.script when its file is imported. The category depends on the versions of torch and Python.
 pytestmark = [
@@ -343,7 +342,7 @@ def test_scores_that_are_not_known_are_nan_with_one_warning(way: str) -> None:
             assert_columns(row, columns)
     assert {alarm.kind for alarm in alarms} == {"dead head"}
     with pytest.raises(ValueError, match="not known"):
-        clip_scores(model, monitor.last_rows, 30.0)
+        qk_clip(model, monitor, 30.0)
 
 
 KNOWN = {
