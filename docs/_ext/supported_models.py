@@ -21,9 +21,12 @@ KINDS = (
     "text encoders",
     "text to text",
     "images and video",
+    "diffusion",
+    "proteins",
     "sound",
     "other models",
 )
+HEAD = ("package", "model", *COLUMNS.values(), "weights compared with", "version", "date", "notes")
 # How the page shows a result. A model that could not be built tiny has no result.
 ANSWERS = {
     "captured": "yes",
@@ -56,6 +59,14 @@ def notes(model: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
+def provenance(model: dict[str, Any], results: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Return the package of a model, what its weights were compared with, the version and the date."""
+    if "package" in model:
+        return model["package"], model["compared"], model["version"], model["date"]
+    compared = "eager attention" if "all equal" in model.get("watch", ("", ""))[1] else ""
+    return "transformers", compared, results["transformers"]["watch"], results["date"]
+
+
 def models_table(results: dict[str, Any]) -> str:
     """Return one folded table for each kind of model as HTML."""
     tested = {
@@ -63,7 +74,7 @@ def models_table(results: dict[str, Any]) -> str:
         for name, model in results["models"].items()
         if any(answer(model, column) != "–" for column in COLUMNS)
     }
-    head = "".join(f'<th scope="col">{title}</th>' for title in ("model", *COLUMNS.values(), "notes"))
+    head = "".join(f'<th scope="col">{title}</th>' for title in HEAD)
     parts = []
     for kind in KINDS:
         rows = {name: model for name, model in tested.items() if model["kind"] == kind}
@@ -72,8 +83,11 @@ def models_table(results: dict[str, Any]) -> str:
             answers = "".join(f"<td>{answer(model, column)}</td>" for column in COLUMNS)
             if "generate:" in model.get("implementation", ("", ""))[1]:
                 answers = answers.removesuffix("</td>") + ", with <code>generate()</code></td>"
+            package, compared, version, date = provenance(model, results)
+            name = name.removeprefix(f"{package}.")
             name = f'<th scope="row"><code class="literal"><span class="pre">{name}</span></code></th>'
-            lines.append(f"<tr>{name}{answers}<td>{escape(notes(model))}</td></tr>")
+            cells = "".join(f"<td>{escape(text)}</td>" for text in (compared, version, date, notes(model)))
+            lines.append(f"<tr><td>{package}</td>{name}{answers}{cells}</tr>")
         parts.append(
             f'<details class="models"><summary>{kind[0].upper()}{kind[1:]} ({len(rows)})</summary>\n'
             '<div class="table-wrapper docutils container"><table class="docutils">\n'
@@ -85,7 +99,7 @@ def models_table(results: dict[str, Any]) -> str:
 
 
 def models_summary(results: dict[str, Any]) -> str:
-    """Return the counts of the three checks as a table in Markdown."""
+    """Return the counts of the three checks as a table in Markdown, and the packages that were tested."""
     lines = ["| | tested | yes | no | fails |", "| --- | --- | --- | --- | --- |"]
     titles = {
         "watch": "read by {py:obj}`regard.watch`",
@@ -97,10 +111,15 @@ def models_summary(results: dict[str, Any]) -> str:
         tested = counts["yes"] + counts["no"] + counts["fails"]
         lines.append(f"| {title} | {tested} | {counts['yes']} | {counts['no']} | {counts['fails']} |")
     versions = " and ".join(sorted(set(results["transformers"].values())))
+    others = [model for model in results["models"].values() if "package" in model]
     ran = sum(any(answer(model, column) != "–" for column in COLUMNS) for model in results["models"].values())
+    packages = Counter(f"{model['package']} {model['version']}" for model in others)
     lines += [
         "",
-        f"transformers {versions} has {results['listed']} base models, of which {ran} could be tested.",
+        f"transformers {versions} has {results['listed']} base models, of which {ran - len(others)} could be tested.",
+        f"{len(others)} models come from {len(packages)} other packages: "
+        + ", ".join(f"{package} ({count})" for package, count in sorted(packages.items()))
+        + ".",
     ]
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import warnings
 from collections import Counter
@@ -101,6 +102,7 @@ def check_models(column: str, options: argparse.Namespace, check: Check) -> int:
             model = found["models"].setdefault(name, {})
             model |= {"kind": kinds[name], column: row}
         found["transformers"][column] = hf.__version__
+        found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
         found["listed"] = len({model_class for _, model_class, _ in list_models()})
         write_results(found)
     return int(counts["failed"] > 0)
@@ -111,5 +113,5 @@ def write_results(found: dict[str, Any]) -> None:
     models = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found["models"].items())
     )
-    head = json.dumps({key: found[key] for key in ("transformers", "listed")})
+    head = json.dumps({key: found[key] for key in ("transformers", "date", "listed")})
     RESULTS.write_text(f'{head[:-1]}, "models": {{\n{models}\n}}}}\n', "utf-8")

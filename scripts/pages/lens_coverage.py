@@ -53,9 +53,7 @@ def run_watched(model: Any, config: Any, inputs: dict[str, Any], plain: Any) -> 
             watched = model(**inputs)
     except NotCapturedError as error:
         reason = error.received.split("was not captured: ")[-1]
-        if "called no watched attention function" in reason and not any(
-            "attention" in type(module).__name__.lower() for module in model.modules()
-        ):
+        if "called no watched attention function" in reason and not names_attention(model):
             return "without attention", reason
         return "rejected", reason
     except Exception as error:
@@ -64,6 +62,12 @@ def run_watched(model: Any, config: Any, inputs: dict[str, Any], plain: Any) -> 
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
         return "failed", "outputs changed"
     return compare_with_eager(model, config, inputs, recording)
+
+
+def names_attention(model: Any) -> bool:
+    """Return whether the class of a module is named attention."""
+    names = {type(module).__name__.lower() for module in model.modules()}
+    return any("attention" in name or "attn" in name for name in names)
 
 
 def run_edited(model: Any, inputs: dict[str, Any], plain: Any) -> Result:
@@ -81,10 +85,8 @@ def run_edited(model: Any, inputs: dict[str, Any], plain: Any) -> Result:
             model(**inputs)
     except NotCapturedError as error:
         refusal = error.received.split("was not captured: ")[-1]
-    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
-        return "without attention", refusal
     if not recording:
-        return "refused", refusal
+        return "refused" if names_attention(model) else "without attention", refusal
     wide = [layer for layer in recording if recording.calls(layer)[0].shape[-1] > 1]
     name = (wide or list(recording))[-1]
     before = recording.calls(name)[0]

@@ -6,8 +6,8 @@ entry in the table that concerns it:
 - `FAMILIES`, by `config.model_type`: how it reads images, how its configuration states windows, and why a policy cache
   cannot serve it. A family that is not listed has the defaults of `Family`.
 - `ATTENTION_MODULES`, by the class of its attention module: where the projections are, for `from_transformers` of
-  `regard.nn`. Add the class to `SUBJECTS` in `tests/parity/models.py`, which compares the module with the converted
-  layer, and run `scripts/docs parity --write`.
+  `regard.nn` and `qk_clip` of `regard.monitor`. Add the class to `SUBJECTS` in `tests/parity/models.py`, which compares
+  the module with the converted layer, and run `scripts/docs parity --write`; or set `is_convertible=False`.
 - `UNSCALED_LAYERS`, by class: its scores have a scale of 1 by design, so `doctor` and `diagnose` do not warn.
 - `TESTED_CACHES`, by `config.model_type`, once `tests/unit/policy/test_cache_families.py` serves it.
 
@@ -97,10 +97,12 @@ class AttentionModule:
     Args:
         projections: Names of the query, key and value projections, or of the one that holds all three.
         out: Name of the output projection.
-        by_head: Whether the one projection stacks query, key and value within each head.
+        by_head: Whether the one projection stacks query, key and value within each head; with grouped heads, the
+            queries, the key and the value of each key head.
         is_rotary: Whether queries and keys are rotated.
         bias: What is added to the scores: ALiBi, or the relative bias of T5.
         inner: Name of the submodule with the scale and the other options; empty for the module itself.
+        is_convertible: Whether `from_transformers` converts it.
     """
 
     projections: tuple[str, ...]
@@ -109,22 +111,39 @@ class AttentionModule:
     is_rotary: bool = False
     bias: Literal["alibi", "relative"] | None = None
     inner: str = ""
+    is_convertible: bool = True
 
 
 _LLAMA = AttentionModule(("q_proj", "k_proj", "v_proj"), "o_proj", is_rotary=True)
 ATTENTION_MODULES = {
     "BertAttention": AttentionModule(("self.query", "self.key", "self.value"), "output.dense", inner="self"),
+    "BrosSelfAttention": AttentionModule(
+        ("query", "key", "value"), "", bias="relative", is_convertible=False
+    ),
     "BloomAttention": AttentionModule(("query_key_value",), "dense", by_head=True, bias="alibi"),
+    "FalconAttention": AttentionModule(
+        ("query_key_value",), "dense", by_head=True, is_rotary=True, is_convertible=False
+    ),
     "GPT2Attention": AttentionModule(("c_attn",), "c_proj"),
+    "GPTBigCodeAttention": AttentionModule(("c_attn",), "c_proj", by_head=True, is_convertible=False),
     "GPTNeoXAttention": AttentionModule(("query_key_value",), "dense", by_head=True, is_rotary=True),
     "Gemma2Attention": _LLAMA,
     "GptOssAttention": _LLAMA,
     "LlamaAttention": _LLAMA,
     "MistralAttention": _LLAMA,
+    "ModernBertAttention": AttentionModule(("Wqkv",), "Wo", is_rotary=True, is_convertible=False),
     "MptAttention": AttentionModule(("Wqkv",), "out_proj", bias="alibi"),
+    "Phi3Attention": AttentionModule(("qkv_proj",), "o_proj", is_rotary=True, is_convertible=False),
     "Qwen3Attention": _LLAMA,
     "T5Attention": AttentionModule(("q", "k", "v"), "o", bias="relative"),
 }
+
+# Names that the projections of query and key have in other classes.
+SEPARATE_PROJECTIONS = (("q_proj", "k_proj"), ("query", "key"), ("wq", "wk"))
+# Names of projections that compute query, key and value.
+FUSED_PROJECTIONS = (
+    "c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv", "wqkv", "in_proj", "to_qkv"
+)  # fmt: skip
 
 # Layers of transformers whose scale is 1 by design: the training absorbs it (T5, GPT-Neo), queries and keys are
 # normalised (Gemma 3n, Gemma 4), or the layer multiplies the query before the call (Whisper, OPT, ESM).

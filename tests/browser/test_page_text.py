@@ -92,11 +92,13 @@ def test_a_text_is_coloured_by_what_a_token_attends_to_and_by_what_attends_to_it
 
 
 @pytest.mark.slow
-def test_a_text_is_read_with_the_keyboard(show):
+@pytest.mark.parametrize("pointer", [(0, 0), (180, 240), (180, 380)])  # text scrolls under the last two
+def test_a_text_is_read_with_the_keyboard(show, pointer):
     A = square(60, mask=causal())
     tab = show(A.page(tokens(60)), viewport={"width": 360, "height": 800})
     choose(tab, "Text")
     tab.locator('.text-view[data-ready="0 59"]').wait_for()
+    tab.mouse.move(*pointer)
     tab.get_by_role("radio", name="what the token attends to").focus()
     tab.keyboard.press("Tab")  # the text is one tab stop
     focused = "document.activeElement.getAttribute('aria-label')"
@@ -109,6 +111,8 @@ def test_a_text_is_read_with_the_keyboard(show):
     above = position()
     assert 40 < above < 58
     tab.get_by_text(f"query 59 → key {above}").wait_for()  # as if it was pointed at
+    tab.wait_for_timeout(500)  # the browser tells a node late that it is under the pointer
+    assert tab.get_by_text(f"query 59 → key {above}").is_visible()
     tab.keyboard.press("ArrowDown")
     assert position() > above
     tab.keyboard.press("Enter")

@@ -180,24 +180,16 @@ def build_effects_page() -> Page:
 
 def build_history_of_training() -> Page:
     """Return the page of a monitored run."""
-    from regard.lens import Table
     from regard.monitor.alarms import Alarm
+    from regard.monitor.history import History, Snapshot
     from regard.monitor.history_page import build_history_page
 
-    steps = range(0, 250, 50)
-    rows = [
-        {
-            "step": step,
-            "module": f"layers.{i}",
-            "layer": i,
-            "head": j,
-            "max_score": 1.0 + step * j,
-            "rows": 64,
-        }
-        for step, (i, j) in product(steps, HEADS)
-    ]
+    history, places = History(0), [(f"layers.{i}", i, j) for i, j in HEADS]
+    for step in range(0, 250, 50):
+        values = np.array([[1.0 + step * j, 64.0] for _, _, j in places])
+        history.add(Snapshot(step, ("module", "layer", "head"), places, ("max_score", "rows"), values))
     alarm = Alarm("score growth", 150, "layers.0", 0, 3, 16.2, 16.0, "It grows.", "Lower it.")
-    return build_history_page(Table(rows), [alarm], "Run")
+    return build_history_page(history, [alarm], "Run")
 
 
 def build_answer_page() -> Page:

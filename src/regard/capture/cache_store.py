@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from threading import Lock
@@ -184,17 +186,20 @@ class KeyStore:
             return None
         if self._holds(key, used):
             return 0
-        match = match_cache(old[..., : self.count, :], key[..., :used, :], past)
-        # Matrices of earlier calls read this store: its keys are neither cut back nor reordered.
-        if match is None or match.entries is not None or match.evicted != self.count - past:
+        start, count = self.count - past, self.count + q_len
+        # Matrices of earlier calls read this store: its keys are neither cut back nor reordered. So a step continues
+        # its newest keys, or starts another store.
+        if past <= 0 or start < 0 or not _are_comparable(old, key):
             return None
-        start, count = match.evicted, self.count + q_len
+        if not have_same_bits(old.narrow(-2, start, past).detach(), key.narrow(-2, 0, past).detach()):
+            return None
         needed = max(count, start + key.shape[-2])  # a buffer has keys that are not filled yet
-        with torch.inference_mode(False), torch.no_grad():
+        is_plain = not (torch.is_inference_mode_enabled() or torch.is_grad_enabled())
+        with nullcontext() if is_plain else _allow_writing():
             if self._version is not None or needed > old.shape[-2]:
                 self._keys = _grow(old, self.count, needed + max(256, needed // 4))
                 self._version = None
-            self._keys[..., self.count : count, :] = key[..., past:used, :]
+            self._keys.narrow(-2, self.count, q_len).copy_(key.narrow(-2, past, q_len))
         self.count = count
         return start
 
@@ -244,9 +249,22 @@ class KeyStore:
         return int(self._keys.nbytes)
 
 
+@contextmanager
+def _allow_writing() -> Iterator[None]:
+    """Allow writing to the tensors of a store, which are no inference tensors and have no graph."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _are_comparable(a: Tensor, b: Tensor) -> bool:
+    """Return whether keys differ in their number at most."""
+    shapes = [(*keys.shape[:-2], keys.shape[-1]) for keys in (a, b)]
+    return shapes[0] == shapes[1] and bool(a.dtype == b.dtype and a.device == b.device)
+
+
 def _grow(keys: Tensor, count: int, length: int) -> Tensor:
     """Return a copy of the first `count` keys with room for `length`."""
-    with torch.inference_mode(False), torch.no_grad():
+    with _allow_writing():
         grown = torch.zeros((*keys.shape[:-2], length, keys.shape[-1]), dtype=keys.dtype, device=keys.device)
         grown[..., :count, :] = keys[..., :count, :]
         return grown
@@ -317,9 +335,16 @@ class RowSteps:
         self.options = args[4:8]
         self.lock = Lock()
         self._query_shape, self._dtype = call.query.shape, call.query.dtype
-        self._key_shape, self._value_shape = list(call.key.shape), list(args.value.shape)
-        self._numbers = self._next_numbers = call.key.numpy()
+        self._key_shape, self._value_shape = self._expect_shapes(call.key, args.value)
+        self._last_value = (-1,) * args.value.ndim
+        self._numbers = self._next_numbers = _read_integers(call.key)
         self._given: tuple[Any, Any] | None = None  # other arguments of the last step, as they were passed
+
+    @staticmethod
+    def _expect_shapes(key: Tensor, value: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of key and value in the next step, given those of the last one."""
+        length = key.shape[-2] + 1
+        return tuple((*tensor.shape[:-2], length, tensor.shape[-1]) for tensor in (key, value))
 
     @staticmethod
     def accept(args: CapturedArgs) -> bool:
@@ -344,10 +369,9 @@ class RowSteps:
         query, key, value = args[:3]
         if not type(query) is type(key) is type(value) is torch.Tensor:
             return False
-        length = self._key_shape[-2] + 1
         if (
-            key.shape != (*self._key_shape[:-2], length, self._key_shape[-1])
-            or value.shape != (*self._value_shape[:-2], length, self._value_shape[-1])
+            key.shape != self._key_shape
+            or value.shape != self._value_shape
             or query.shape != self._query_shape
             or not query.dtype is key.dtype is self._dtype
         ):
@@ -361,21 +385,30 @@ class RowSteps:
             return False
         if key.requires_grad or query.requires_grad or value.requires_grad:
             return False
-        if not value.numpy()[(-1,) * value.ndim]:
+        if not value.numpy()[self._last_value]:
             return False  # it may not have been written
-        numbers = key.numpy()
+        numbers = _read_integers(key)
+        if numbers.dtype != self._numbers.dtype:
+            return False
         if not have_same_numbers(numbers[..., :-1, :], self._numbers):
             return False
         self._next_numbers = numbers
         return True
 
-    def append(self, query: Tensor, key: Tensor, lse: Tensor) -> None:
+    def append(self, query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> None:
         """Add a step for which `matches` returned True."""
         with self.lock:
             self.queries.append(query)
             self.lses.append(lse)
             self.key, self._numbers = key, self._next_numbers
-            self._key_shape[-2] += 1
+            self._key_shape, self._value_shape = self._expect_shapes(key, value)
+
+
+def _read_integers(key: Tensor) -> Any:
+    """Return the bits of keys on the CPU as a NumPy array of integers, of 8 bytes if possible: they are compared."""
+    numbers = key.numpy()
+    is_plain = numbers.strides[-1] == numbers.itemsize and numbers.shape[-1] * numbers.itemsize % 8 == 0
+    return numbers.view(np.int64 if is_plain else f"i{numbers.itemsize}")
 
 
 class JoinedCalls:

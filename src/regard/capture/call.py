@@ -30,6 +30,8 @@ class DenseAttention(NamedTuple):
         dropout_p: Probability of the dropout that the product includes.
         score_rows: (…, heads, q_len, 3): lse, first key and end of each row before the softmax, NaN where they are not
             known; None if nothing is known.
+        is_slice: Whether the layer computes its heads in several calls, each with some entries of batch · heads, which
+            are batch entries with one head here.
     """
 
     weights: Tensor
@@ -37,6 +39,7 @@ class DenseAttention(NamedTuple):
     output: Tensor | None
     dropout_p: float
     score_rows: Tensor | None = None
+    is_slice: bool = False
 
 
 class CapturedArgs(NamedTuple):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from regard.capture.module_names import read_attribute, walk_modules
 from regard.capture.patching import Guard
 from regard.capture.watchers import find_obstacle
 from regard.errors import RegardError
 from regard.families import get_family
-from regard.images.grid_reading import Grids, read_grids
+from regard.images.grid_reading import Grids, has_patch_embedding, read_grids
 from regard.images.patch_grid import PatchGrid
 
 Tensor = Any  # the types of torch are not followed
@@ -116,10 +117,12 @@ class ModuleHints:
     def attach(self, model: nn.Module, guard: Guard) -> Iterator[Any]:
         """Read `is_causal` of the modules, and register hooks on position embeddings and models that read images."""
         yield from attach_image_hooks(model, self.image_passes, guard)
-        for name, module in model.named_modules():
-            if isinstance(getattr(module, "is_causal", None), bool):
-                self.causal[name] = module.is_causal
-            if getattr(getattr(module, "config", None), "vision_config", None) is not None:
+        for name, module in walk_modules(model):
+            is_causal = read_attribute(module, "is_causal")
+            if isinstance(is_causal, bool):
+                self.causal[name] = is_causal
+            config = read_attribute(module, "config")
+            if config is not None and getattr(config, "vision_config", None) is not None:
                 yield module.register_forward_pre_hook(guard(self._record_images, 3), with_kwargs=True)
             class_name = type(module).__name__.lower()
             if "attention" in class_name or "attn" in class_name:
@@ -128,7 +131,7 @@ class ModuleHints:
             if is_table or "rotaryembedding" in class_name:
                 hook = guard(self._make_hook(name, is_table), 3)
                 yield module.register_forward_pre_hook(hook, with_kwargs=True)
-        if "position_ids" in inspect.signature(model.forward).parameters:
+        if "position_ids" in _list_parameters(model):
             yield model.register_forward_pre_hook(guard(self._record_position_ids, 3), with_kwargs=True)
 
     def _record_images(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,6 +165,20 @@ class ModuleHints:
                     return
 
         return record_positions
+
+
+def _list_parameters(module: nn.Module) -> tuple[str, ...]:
+    """List the parameters of a module's forward pass."""
+    forward = module.forward
+    function = getattr(forward, "__func__", None)
+    if function is None or "forward" in vars(module):
+        return tuple(inspect.signature(forward).parameters)
+    return _list_parameters_of_function(function)[1:]
+
+
+@lru_cache(maxsize=64)
+def _list_parameters_of_function(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def is_position_table(name: str, module: nn.Module) -> bool:
@@ -213,16 +230,31 @@ ImagePasses = dict[str, list[ImagePass]]
 def attach_image_hooks(model: nn.Module, passes: ImagePasses, guard: Guard) -> Iterator[Any]:
     """Register hooks on a vision model, and on a model with a vision model in it; yield their handles."""
     pixels: dict[str, Any] = {}  # inputs of the vision model that ran last
-    for name, module in model.named_modules():
-        config = getattr(module, "config", None)
+    for name, module in walk_modules(model):
+        config = read_attribute(module, "config")
+        if read_attribute(module, "patch_embed") is not None and has_patch_embedding(module):
+            hook = partial(_record_embedding, passes.setdefault(name, []))
+            yield module.register_forward_pre_hook(guard(hook, 3), with_kwargs=True)
+            continue
+        if config is None:
+            continue
         reads_images = hasattr(config, "patch_size") or getattr(config, "image_token_id", None) is not None
         if not reads_images or not hasattr(
             module, "main_input_name"
         ):  # the latter is a model of transformers
             continue
-        if {"pixel_values", "grid_thw"} & inspect.signature(module.forward).parameters.keys():
+        if not {"pixel_values", "grid_thw"}.isdisjoint(_list_parameters(module)):
             hook = partial(_record_pass, passes.setdefault(name, []), pixels)
             yield module.register_forward_pre_hook(guard(hook, 3), with_kwargs=True)
+
+
+def _record_embedding(
+    passes: list[ImagePass], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Add a forward pass of a model of timm."""
+    images = [value for value in (*args, *kwargs.values()) if getattr(value, "ndim", 0) == 4]
+    if images:
+        passes.append(ImagePass(read_grids(module, {"pixel_values": images[0]})))
 
 
 def _record_pass(

@@ -759,6 +759,8 @@ def arrange_heads(
     `split` is that of `_notify`.
     """
     heads, ndim = count_heads(module), product.weights.ndim
+    if heads is not None and not _has_heads_here(module, heads, product):
+        heads = None  # they are those of several processes
     *lead, q_len, kv_len = product.weights.shape
 
     def split_lead(part: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -787,7 +789,21 @@ def arrange_heads(
 
     parts = (product.weights, product.value, product.output, product.score_rows)
     weights, value, output, score_rows = (None if part is None else arrange(part) for part in parts)
-    return DenseAttention(weights, value, output, product.dropout_p, score_rows)
+    is_slice = len(lead) == 1 and split is None and heads is not None and lead[0] % heads != 0
+    return DenseAttention(weights, value, output, product.dropout_p, score_rows, is_slice)
+
+
+def _has_heads_here(module: nn.Module, heads: int, product: DenseAttention) -> bool:
+    """Return whether a module has so many heads in this process, if tensor parallelism splits its parameters."""
+    local_sizes = {
+        local
+        for parameter in module.parameters()
+        if hasattr(parameter, "device_mesh")
+        for local, whole in zip(parameter.to_local().shape, parameter.shape, strict=True)
+        if local != whole
+    }
+    width = 0 if product.value is None else product.value.shape[-1]
+    return not local_sizes or heads * width in local_sizes
 
 
 def count_heads(module: nn.Module) -> int | None:

@@ -10,10 +10,11 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, wraps
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -47,7 +48,7 @@ class ClassNamespace(MutableMapping[str, Any]):
         self._saved: dict[str, tuple[Function, Any]] = {}
 
     def __getitem__(self, name: str) -> Function:
-        entry = inspect.getattr_static(self._owner, name)
+        entry = self._find(name)
         function: Function = entry.__func__ if isinstance(entry, classmethod | staticmethod) else entry
         return function
 
@@ -58,10 +59,17 @@ class ClassNamespace(MutableMapping[str, Any]):
             if entry is not None:
                 setattr(self._owner, name, entry)
             return
-        present = inspect.getattr_static(self._owner, name)
+        present = self._find(name)
         self._saved.setdefault(name, (self[name], vars(self._owner).get(name)))
         kind = type(present)
         setattr(self._owner, name, kind(function) if kind in (classmethod, staticmethod) else function)
+
+    def _find(self, name: str) -> Any:
+        """Return the entry of the class that is nearest in the order of its bases."""
+        for base in self._owner.__mro__:
+            if name in vars(base):
+                return vars(base)[name]
+        return inspect.getattr_static(self._owner, name)  # of its metaclass, or an error
 
     def __delitem__(self, name: str) -> None:
         delattr(self._owner, name)
@@ -80,26 +88,51 @@ def class_namespace(owner: type) -> ClassNamespace:
     return ClassNamespace(owner)
 
 
-def exclude_from_compile(function: Function) -> Function:
-    """Return a function that torch.compile does not trace into, for callers that compile while a model is watched."""
-    if "torch._dynamo" not in sys.modules:
-        return function
+class _Excluding(NamedTuple):
+    """Functions that call another function, which is their first argument, where torch.compile does not trace it."""
+
+    get_callback: Function | None
+    always: Function
+    while_compiling: Function
+
+
+@cache
+def _get_excluding() -> _Excluding:
+    """Return the functions that exclude others. There is one of each, since `torch.compiler.disable` takes its time."""
     torch = sys.modules["torch"]
     reason = "regard.watch records attention in Python; compile or export with fullgraph outside its block"
-    excluded: Function = torch.compiler.disable(function, reason=reason)
+
+    def run(function: Function, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    always: Function = torch.compiler.disable(run, reason=reason)
     get_callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     if get_callback is None:
-        return excluded
+        return _Excluding(None, always, always)
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if get_callback() is None else excluded(*args, **kwargs)
+    def dispatch(function: Function, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if get_callback() is None else always(function, *args, **kwargs)
 
-    dispatched: Function = torch.compiler.disable(call, recursive=False, reason=reason)
+    return _Excluding(get_callback, always, torch.compiler.disable(dispatch, recursive=False, reason=reason))
+
+
+def exclude_from_compile(function: Function) -> Function:
+    """Return a function that torch.compile does not trace into, for callers that compile while a model is watched."""
+    if "torch._dynamo" not in sys.modules or hasattr(function, "_regard_is_traced"):
+        return function
+    get_callback, always, while_compiling = _get_excluding()
+    if get_callback is None:
+
+        @wraps(function)
+        def call_excluded(*args: Any, **kwargs: Any) -> Any:
+            return always(function, *args, **kwargs)
+
+        return call_excluded
 
     # torch.export rejects a function that is excluded this way, and runs it in Python anyway. The flag is read because
     # the compiler of torch 2.9 takes is_exporting() for True.
-    compiler, is_compiling = torch.compiler, torch.compiler.is_compiling
+    compiler = sys.modules["torch"].compiler
+    is_compiling = compiler.is_compiling
 
     @wraps(function)
     def call_or_export(*args: Any, **kwargs: Any) -> Any:
@@ -108,9 +141,44 @@ def exclude_from_compile(function: Function) -> Function:
         if not is_compiling() and get_callback() is None:
             return function(*args, **kwargs)
         is_exporting = getattr(compiler, "_is_exporting_flag", False)
-        return function(*args, **kwargs) if is_exporting else dispatched(*args, **kwargs)
+        return function(*args, **kwargs) if is_exporting else while_compiling(function, *args, **kwargs)
 
     return call_or_export
+
+
+# Wrappers of functions that exist as long as the process, by what makes them, and what is wrapped; see `_wrap`.
+_wrappers: dict[tuple[Any, ...], tuple[Function, Function]] = {}
+
+
+def _wrap(original: Function, make_wrapper: Callable[[Function], Function]) -> Function:
+    """Return the wrapper of a function, the one of the last time if there is any."""
+    key: tuple[Any, ...] | None = None
+    if type(make_wrapper) is types.FunctionType and make_wrapper.__closure__ is None:
+        owner = getattr(original, "__self__", None)
+        is_builtin = type(original) is types.BuiltinFunctionType and isinstance(
+            owner, type | types.ModuleType | None
+        )
+        if is_builtin or type(original) is types.MethodDescriptorType:
+            key = make_wrapper, id(original)
+        elif type(original) is types.FunctionType and is_installed(original.__globals__):
+            # A wrapper keeps what it wraps alive, so it is kept for names of files only: a reloaded one replaces it.
+            file, name = original.__globals__, original.__qualname__
+            if unwrap_original(file.get(name)) is original:
+                key = make_wrapper, id(file), name
+    key = key and (*key, "torch._dynamo" in sys.modules)
+    known, wrapper = _wrappers.get(key, (None, original)) if key else (None, original)
+    if known is original:
+        return wrapper
+    wrapper = exclude_from_compile(make_wrapper(original))
+    wrapper._regard_original = original  # type: ignore[attr-defined]
+    if key:
+        _wrappers[key] = original, wrapper
+    return wrapper
+
+
+def is_installed(namespace: Mapping[str, Any]) -> bool:
+    """Return whether globals are those of an installed file, which rarely binds a name anew after its import."""
+    return "-packages" in str(namespace.get("__file__"))
 
 
 def patch(
@@ -121,8 +189,7 @@ def patch(
         key = (id(namespace), name)
         if key not in _patches:
             original = namespace[name]
-            wrapper = exclude_from_compile(make_wrapper(original))
-            wrapper._regard_original = original  # type: ignore[attr-defined]
+            wrapper = _wrap(original, make_wrapper)
             _patches[key] = _Patch(namespace, name, original, wrapper)
             namespace[name] = wrapper
         _patches[key].users += 1
@@ -162,10 +229,31 @@ _SKIPPED = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "regard
 _SKIPPED_MODULE = "transformers.integrations.flex_attention"
 
 # Installed files in which nothing was found, by name: id of their globals, number of names, and what was sought.
-# Reading all takes milliseconds, and installed files rarely rebind a name after import, so they are read once.
+# Reading all takes milliseconds, so a file is read again only if it has another number of names.
 _Clean = dict[str, tuple[int, int, frozenset[int]]]
 _clean_names: _Clean = {}
 _clean_functions: _Clean = {}
+
+
+class _Search(NamedTuple):
+    """What a search of all modules has found. It holds as long as each value is what it was.
+
+    Args:
+        function_ids: What was sought.
+        modules: All modules.
+        clean: The globals of the installed files in which nothing was found.
+        lengths: The number of names of each.
+        others: The globals of the modules to search each time.
+    """
+
+    function_ids: frozenset[int]
+    modules: list[Any]
+    clean: Sequence[MutableMapping[str, Any]]
+    lengths: list[int]
+    others: Sequence[MutableMapping[str, Any]]
+
+
+_last_search = _Search(frozenset(), [], [], [], [])
 
 
 def find_imported(function_ids: frozenset[int], compiled: Any) -> Iterator[MutableMapping[str, Any]]:
@@ -173,22 +261,62 @@ def find_imported(function_ids: frozenset[int], compiled: Any) -> Iterator[Mutab
 
     Functions are given by their `id`. Their wrappers, and what `torch.compile` made of `compiled`, count as well.
     """
+    global _last_search
     with _lock:
         in_place = {id(held.wrapper) for held in _patches.values() if id(held.original) in function_ids}
     sought = function_ids | in_place
-    for name, module in tuple(sys.modules.items()):
+    modules, last = list(sys.modules.values()), _last_search
+    # A loop in Python over all modules would take most of the time of entering a watch.
+    is_known = function_ids == last.function_ids and modules == last.modules
+    if is_known and list(map(len, last.clean)) == last.lengths:
+        yield from (file for file in last.others if _holds(file, sought, compiled))
+        return
+    loaded = sys.modules.copy()  # another thread may import a module meanwhile
+    clean, lengths, others = [], [], []
+    for name, module in loaded.items():
         is_skipped = name.partition(".")[0] in _SKIPPED or name == _SKIPPED_MODULE
         if is_skipped or not isinstance(module, types.ModuleType):
             continue
         namespace = vars(module)
         state = id(namespace), len(namespace), function_ids
         if _clean_names.get(name) == state:
-            continue
-        values = tuple(namespace.values())
-        if not sought.isdisjoint(map(id, values)) or holds_compiled(values, compiled):
+            clean.append(namespace)
+            lengths.append(state[1])
+        elif _holds(namespace, sought, compiled):
+            others.append(namespace)
             yield namespace
-        elif "-packages" in str(namespace.get("__file__")):
+        elif is_installed(namespace):
             _clean_names[name] = state
+            clean.append(namespace)
+            lengths.append(state[1])
+        else:
+            others.append(namespace)
+    _last_search = _Search(function_ids, list(loaded.values()), clean, lengths, others)
+
+
+def _holds(namespace: MutableMapping[str, Any], sought: frozenset[int], compiled: Any) -> bool:
+    """Return whether a value is one of some functions, by `id`, or what `torch.compile` made of one."""
+    values = tuple(namespace.values())
+    return not sought.isdisjoint(map(id, values)) or holds_compiled(values, compiled)
+
+
+class KnownNames:
+    """What was found in the namespaces of installed files and their classes, until a name is bound anew."""
+
+    def __init__(self) -> None:
+        # By the id of a namespace's owner: owner, what was sought, names, values, and what was found.
+        self._known: dict[int, tuple[Any, Any, tuple[str, ...], tuple[Any, ...], Any]] = {}
+
+    def find(self, owner: Any, namespace: Mapping[str, Any], sought: Any, search: Callable[[], Any]) -> Any:
+        """Return what `search` finds in the namespace of an owner, without a call if nothing has changed."""
+        names, values = tuple(namespace), tuple(namespace.values())
+        known = self._known.get(id(owner))
+        if known is not None and known[:3] == (owner, sought, names) and all(map(is_, known[3], values)):
+            return known[4]
+        found = search()
+        if not _patches:  # the values are those of the files
+            self._known[id(owner)] = owner, sought, names, values, found
+        return found
 
 
 def holds_compiled(values: Iterable[Any], function: Any) -> bool:
@@ -203,6 +331,9 @@ def holds_compiled(values: Iterable[Any], function: Any) -> bool:
 
 # Attributes that every module has.
 _FIELDS = frozenset(vars(nn.Module()))
+
+# Types of values that neither are functions nor hold any.
+_PLAIN = frozenset({bool, int, float, str, tuple, list, type(None)})
 
 # How many functions deep a held function is looked for.
 MAX_DEPTH = 3
@@ -245,15 +376,25 @@ class HeldFunctions(MutableMapping[str, Any]):
 _namespaces: weakref.WeakKeyDictionary[Any, HeldFunctions] = weakref.WeakKeyDictionary()
 
 
+def list_attributes(parts: Iterable[nn.Module]) -> list[tuple[MutableMapping[str, Any], str, Any]]:
+    """List namespace, name and value of the attributes of modules that not every module has, without plain values."""
+    return [
+        (vars(part), name, value)
+        for part in parts
+        for name, value in vars(part).items()
+        if name not in _FIELDS and type(value) not in _PLAIN
+    ]
+
+
 def find_held_functions(
-    model: nn.Module,
+    attributes: Iterable[Any],
     classes: Iterable[type],
     files: Iterable[MutableMapping[str, Any]],
     function_ids: frozenset[int],
 ) -> Iterator[tuple[MutableMapping[str, Any], str, Any]]:
     """Yield namespace, name and original of functions that closures, defaults, partials and dictionaries hold.
 
-    The attributes of the model, the methods of its classes, and the globals of their files are searched.
+    The attributes of a model's modules, the methods of its classes, and the globals of their files are searched.
     """
     for file in files:
         name = str(file.get("__name__"))
@@ -263,11 +404,8 @@ def find_held_functions(
         methods = [item for base in classes if base.__module__ == name for item in vars(base).values()]
         found = list(_search([*file.values(), *methods], function_ids))
         yield from found
-        if not found and "-packages" in str(file.get("__file__")):
+        if not found and is_installed(file):
             _clean_functions[name] = state
-    attributes = [
-        item for part in model.modules() for name, item in vars(part).items() if name not in _FIELDS
-    ]
     yield from _search(attributes, function_ids)
 
 

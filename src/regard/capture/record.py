@@ -22,6 +22,7 @@ from regard.capture.compact_mask import (
     recognise_mask,
     recognise_tiles,
 )
+from regard.capture.module_names import read_attribute, walk_modules
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError, describe_argument
 from regard.masks import Mask
 from regard.measures import Measure
@@ -195,8 +196,8 @@ def _copy_arrays(part: Any) -> Any:
 
 def find_position_biases(model: nn.Module) -> Iterator[ScoreMod]:
     """Yield the relative position biases that a model such as T5 adds to its scores."""
-    for module in model.modules():
-        table = getattr(module, "relative_attention_bias", None)
+    for _, module in walk_modules(model):
+        table = read_attribute(module, "relative_attention_bias")
         if isinstance(table, nn.Embedding):
             try:
                 yield relative_bias(
@@ -310,6 +311,8 @@ def drop_repeated_heads(key: Tensor, query: Tensor) -> Tensor:
     heads = key.shape[-3] if key.ndim > 2 else 1
     if heads == 1 or key.shape[-3] != query.shape[-3] or not key.numel():
         return key
+    if not torch.equal(key[..., 0, 0, :], key[..., 1, 0, :]):
+        return key  # almost always
     ends = key[..., [0, -1], :]
     same_as_next = (ends[..., 1:, :, :] == ends[..., :-1, :, :]).movedim(-3, 0).flatten(1).all(1).tolist()
     size = same_as_next.index(False) + 1 if False in same_as_next else heads

@@ -27,6 +27,7 @@ from torch.utils import checkpoint
 
 from regard.capture.cache_store import RowSteps
 from regard.capture.call import CapturedArgs
+from regard.capture.module_names import walk_modules
 from regard.capture.patching import Target, class_namespace, patch, unpatch
 
 Function = Callable[..., Any]
@@ -97,7 +98,7 @@ class Watcher(ABC):
         """Patch the functions; a watch that was entered calls it, and may after `suspend`."""
         row_steps.clear()  # the watchers of a module change
         with watchers_lock:
-            for name, module in self._model.named_modules():
+            for name, module in walk_modules(self._model):
                 selected_name = name if name in self._selected else None
                 watched.setdefault(id(module), []).append((self, selected_name))
                 self._watched_ids.append(id(module))
@@ -171,12 +172,14 @@ class _ThreadState(threading.local):
         is_probing: Whether `probe` runs a function.
         probe: The arguments that it passed to `F.scaled_dot_product_attention`.
         is_notifying: Whether watchers are notified of a call, and may compute attention themselves.
+        intercept: What is passed calls in the place of watchers; None for no such function.
     """
 
     captures = 0
     is_probing = False
     probe: CapturedArgs | None = None
     is_notifying = False
+    intercept: Callable[[nn.Module, CapturedArgs, str], None] | None = None
 
 
 thread_state = _ThreadState()
@@ -235,6 +238,17 @@ def is_recomputing() -> bool:
 
 def find_running_module() -> nn.Module | None:
     """Return the module of a watched model that is nearest on the stack, if it is selected."""
+    # In most calls, the module is nearby, and no other is on the way to it: no generator is needed.
+    frame: Any = None if thread_state.is_notifying else sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if issubclass(type(module), nn.Module):
+            entries = watched.get(id(module), ())
+            if len(entries) != 1 or entries[0][0].binds_context:
+                break
+            return module if entries[0][1] is not None else None
+        frame = frame.f_back
     module = next(iter_running_modules(), None)
     return module if module is not None and list_watchers(module) else None
 
@@ -317,32 +331,81 @@ def notify(module: nn.Module, args: CapturedArgs, submodule: str = "") -> Captur
     if obstacle is not None:
         report_uncaptured(module, *obstacle, submodule)
         return args
+    if thread_state.intercept is not None:
+        thread_state.intercept(module, args.expand_query(), submodule)
+        return args
     thread_state.captures += 1
     entries, args = list_watchers(module), args.expand_query()
     before, thread_state.is_notifying = thread_state.is_notifying, True
     try:
         for watcher, name in entries:
-            args = watcher.edit(module, _join_names(name, submodule), args)
+            args = watcher.edit(module, join_names(name, submodule), args)
         for watcher, name in entries:
-            watcher.record(module, _join_names(name, submodule), args)
+            watcher.record(module, join_names(name, submodule), args)
     finally:
         thread_state.is_notifying = before
     return args
 
 
+class _Stopped(BaseException):
+    """Ends a function at its first attention call."""
+
+
+def run_to_attention(function: Function) -> tuple[nn.Module, CapturedArgs, str] | None:
+    """Call a function up to its first attention call, of which watchers are not notified; they may call this.
+
+    Returns:
+        The module of that call, its arguments, and the name of the module inside it as in `notify`; None if the
+        function made no call.
+    """
+    found: list[tuple[nn.Module, CapturedArgs, str]] = []
+
+    def stop(*call: Any) -> None:
+        found.append(call)
+        raise _Stopped
+
+    before = thread_state.is_notifying, thread_state.intercept
+    thread_state.is_notifying, thread_state.intercept = False, stop
+    try:
+        function()
+    except _Stopped:
+        pass
+    finally:
+        thread_state.is_notifying, thread_state.intercept = before
+        thread_state.captures += 1  # hooks of modules that started here have not ended
+    return found[0] if found else None
+
+
+def find_arguments(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the positional and keyword arguments of the running call of a module; None if it does not run."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_locals if frame.f_code.co_name == "_call_impl" else {}
+        if names.get("self") is module and "args" in names and "kwargs" in names:
+            return names["args"], names["kwargs"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
 def notify_matrix(module: nn.Module, matrix: Any) -> None:
     """Pass the matrix of a layer whose tokens are on several ranks to the watchers of a module."""
     thread_state.captures += 1
-    for watcher, name in list_watchers(module):
-        watcher.record_matrix(name, matrix)
+    entries = list_watchers(module)
+    before, thread_state.is_notifying = thread_state.is_notifying, True
+    try:
+        for watcher, name in entries:
+            watcher.record_matrix(name, matrix)
+    finally:
+        thread_state.is_notifying = before
 
 
 def report_uncaptured(module: nn.Module, reason: str, hint: str, submodule: str = "") -> None:
     """Report a call that cannot be recorded to the watchers of a module."""
     thread_state.captures += 1
     for watcher, name in list_watchers(module):
-        watcher.report_uncaptured(_join_names(name, submodule), reason, hint)
+        watcher.report_uncaptured(join_names(name, submodule), reason, hint)
 
 
-def _join_names(name: str, submodule: str) -> str:
+def join_names(name: str, submodule: str) -> str:
+    """Return the name of a submodule in the model, given the name of the module around it."""
     return f"{name}.{submodule}" if name and submodule else name or submodule

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from functools import cache, wraps
 from typing import Any
 
@@ -19,19 +19,25 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.bias import CausalBias
 
 from regard.capture.call import CapturedArgs
+from regard.capture.context_parallel import find_token_shards, notify_shards
+from regard.capture.module_names import walk_modules
 from regard.capture.own_softmax import hold_products, wrap_exp, wrap_softmax
 from regard.capture.patching import (
     Function,
+    KnownNames,
     Target,
     class_namespace,
     find_held_functions,
     find_imported,
     holds_compiled,
+    is_installed,
+    list_attributes,
     unwrap_original,
 )
 from regard.capture.watchers import (
     find_obstacle,
     find_running_module,
+    is_recomputing,
     list_watchers,
     notify,
     notify_matrix,
@@ -74,9 +80,17 @@ def wrap_sdpa(original: Function) -> Function:
             query, key, value = args[:3]
             step = kernels.run_flash_with_lse(query, key, value, None, *rows.options)
             if step is not None and step[1] is not None:
-                rows.append(query, key, step[1])
+                rows.append(query, key, value, step[1])
                 thread_state.captures += 1
                 return step[0]
+        shards = None if thread_state.is_probing else find_token_shards(original, args, kwargs)
+        if shards is not None:
+            output = original(*args, **kwargs)
+            if is_recomputing():  # the call was recorded in its first run
+                thread_state.captures += 1
+            else:
+                notify_shards(module, shards, CapturedArgs(*args, **kwargs))
+            return output
         obstacle = find_obstacle(*args[:4], *kwargs.values())
         if obstacle is not None:
             report_uncaptured(module, *obstacle)
@@ -191,13 +205,13 @@ def _convert_arguments(module: nn.Module, arguments: dict[str, Any], result: Any
         softcap=arguments.get("softcap"),
         sink=None if sink is None else sink.reshape(-1),
         position_bias=arguments.get("position_bias"),
-        output=_move_heads_first(output, query),
+        output=move_heads_first(output, query),
         weights=None if name == "flex_attention_forward" else weights,  # it returns the lse
         kernel=f"transformers: {name}",
     )
 
 
-def _move_heads_first(output: Any, query: Tensor) -> Tensor | None:
+def move_heads_first(output: Any, query: Tensor) -> Tensor | None:
     """Return an output, (…, q_len, heads, value_dim) or with the last two axes as one, as SDPA orders it: heads first.
 
     Returns None if it has another shape.
@@ -496,6 +510,10 @@ def wrap_distributed_attention(original: Function) -> Function:
     return distributed_attention
 
 
+# The names to patch in the files of a model, and the modules in which the methods of its classes are defined.
+_known_files, _known_classes = KnownNames(), KnownNames()
+
+
 def find_patch_targets(model: nn.Module) -> Iterator[Target]:
     """Yield namespace, name and wrapper of every function to patch.
 
@@ -520,14 +538,20 @@ def find_patch_targets(model: nn.Module) -> Iterator[Target]:
     # What these functions are imported as, in any file, and held as by functions and attributes of the model.
     makers = {id(unwrap_original(namespace[name])): make for namespace, name, make in named}
     function_ids = frozenset(makers)
-    classes = {base for module in model.modules() for base in type(module).__mro__}
+    parts = [module for _, module in walk_modules(model)]
+    classes = {base for kind in set(map(type, parts)) for base in kind.__mro__}
     files = _find_files(classes)
     file_ids = {id(file) for file in files}
     imported = find_imported(function_ids, unwrap_original(flex.flex_attention))
-    for namespace in (*imported, *(vars(part) for part in model.modules())):
+    for namespace in imported:
         if id(namespace) not in file_ids:
-            yield from _find_names(namespace, makers)
-    for namespace, name, held in find_held_functions(model, classes, files, function_ids):
+            yield from _find_names_of_file(namespace, makers)[0]
+    attributes = list_attributes(parts)
+    for namespace, name, value in attributes:
+        if type(value) is types.FunctionType or id(value) in makers:
+            yield from _find_names(namespace, makers, [(name, value)])
+    held_by_parts = [value for _, _, value in attributes]
+    for namespace, name, held in find_held_functions(held_by_parts, classes, files, function_ids):
         yield namespace, name, makers[id(held)]
     # What the files of the model call besides.
     makers[id(layer_attention)] = wrap_regard_attention
@@ -539,9 +563,9 @@ def find_patch_targets(model: nn.Module) -> Iterator[Target]:
     interface = getattr(modeling, "AttentionInterface", None)
     registries = [] if interface is None else [interface._global_mapping]
     for file in files:
-        yield from _find_names(file, makers, finds_attention=True)
-        if interface is not None:
-            registries += [value._local_mapping for value in file.values() if isinstance(value, interface)]
+        found, interfaces = _find_names_of_file(file, makers, interface or ())
+        yield from found
+        registries += [own._local_mapping for own in interfaces]
     for registry in registries:
         for name, function in tuple(registry.items()):
             # The function `sdpa` calls F.scaled_dot_product_attention.
@@ -554,10 +578,7 @@ def _find_files(classes: set[type]) -> list[MutableMapping[str, Any]]:
 
     A public class may have the `__module__` of its package, so the modules of its methods count as well.
     """
-    methods = [
-        item for base in classes for item in vars(base).values() if isinstance(item, types.FunctionType)
-    ]
-    names = sorted({item.__module__ for item in (*classes, *methods) if item.__module__})
+    names = sorted({name for base in classes for name in _list_modules(base) if name})
     return [
         vars(sys.modules[name])
         for name in names
@@ -565,16 +586,51 @@ def _find_files(classes: set[type]) -> list[MutableMapping[str, Any]]:
     ]
 
 
+def _list_modules(base: type) -> list[str]:
+    """List the modules that define a class and its methods."""
+    names = vars(base)
+
+    def search() -> list[str]:
+        methods = [item for item in names.values() if isinstance(item, types.FunctionType)]
+        return [item.__module__ for item in (base, *methods)]
+
+    file = getattr(sys.modules.get(base.__module__), "__dict__", {})
+    return _known_classes.find(base, names, None, search) if is_installed(file) else search()
+
+
+def _find_names_of_file(
+    file: MutableMapping[str, Any], makers: dict[int, Any], interface: Any = None
+) -> tuple[list[Target], list[Any]]:
+    """List the names of a file to patch.
+
+    With `interface`, also the functions with the parameters of transformers' attention functions, and the instances of
+    this class.
+    """
+
+    def search() -> tuple[list[Target], list[Any]]:
+        is_of_model = interface is not None
+        instances = [value for value in file.values() if is_of_model and isinstance(value, interface)]
+        return _find_names(file, makers, finds_attention=is_of_model), instances
+
+    sought = frozenset(makers), interface
+    return _known_files.find(file, file, sought, search) if is_installed(file) else search()
+
+
 def _find_names(
-    namespace: MutableMapping[str, Any], makers: dict[int, Any], *, finds_attention: bool = False
+    namespace: MutableMapping[str, Any],
+    makers: dict[int, Any],
+    items: Iterable[tuple[str, Any]] | None = None,
+    *,
+    finds_attention: bool = False,
 ) -> list[Target]:
     """List the names of a namespace to patch: functions by `id`, and what `torch.compile` made of `flex_attention`.
 
-    `finds_attention` adds every function with the parameters of transformers' attention functions.
+    `items` are its names to look at, each with its value; by default, all. `finds_attention` adds every function with
+    the parameters of transformers' attention functions.
     """
     found: list[Target] = []
     # Without calls of functions: a model's files have thousands of names, and every watch reads them.
-    for name, value in tuple(namespace.items()):
+    for name, value in tuple(namespace.items()) if items is None else items:
         is_function = type(value) is types.FunctionType
         original = value.__dict__.get("_regard_original", value) if is_function else value
         is_function = type(original) is types.FunctionType

@@ -4,17 +4,73 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from regard.capture.module_hints import read_setting
+from regard.capture.module_trace import ModuleEvent
 from regard.diagnosis.subject import LoggedCall
 from regard.engines.torch_precision import widen
 from regard.families import UNSCALED_LAYERS
 from regard.findings import Finding
 
 Tensor = Any  # the types of torch are not followed
+
+
+class HeadRows(NamedTuple):
+    """The rows of a linear layer that compute the queries, keys or values of each head.
+
+    Args:
+        name: Name of the linear layer.
+        starts: First row of each head.
+        factor: What the vectors of the heads are multiplied with after the layer.
+        is_rotated: Whether only the lengths of the vectors agree, as with rotary positions.
+        event: The call of the linear layer.
+    """
+
+    name: str
+    starts: list[int]
+    factor: float
+    is_rotated: bool
+    event: ModuleEvent
+
+
+def find_head_rows(
+    logged: LoggedCall, heads_first: Tensor, tolerance: float, *, may_rotate: bool
+) -> HeadRows | None:
+    """Find the linear layer, and its rows, that compute the query, key or value of a call, in any order of heads.
+
+    Args:
+        heads_first: The query, key or value, (batch, heads, n, head_dim), of 4 or more tokens.
+        tolerance: Relative difference that is rounding.
+        may_rotate: Accept vectors of which only the lengths agree.
+
+    Returns:
+        The rows; None if the vectors are not those of one linear layer times a constant.
+    """
+    batch, heads, n, dim = heads_first.shape
+    vectors = heads_first.transpose(1, 2).to("cpu", torch.float64)  # (batch, n, heads, dim)
+    for is_rotated in (False, True)[: 1 + may_rotate]:
+        for event in logged.before:
+            output = event.output
+            if output.ndim == 2 and len(output) == batch * n:
+                output = output.unflatten(0, (batch, n))
+            if output.shape[:-1] != (batch, n) or output.shape[-1] % dim:
+                continue
+            chunks = output.to("cpu", torch.float64).unflatten(-1, (-1, dim))
+            pair = [x.norm(dim=-1, keepdim=True) if is_rotated else x for x in (vectors, chunks)]
+            own, theirs = (x.transpose(0, 2).flatten(1) for x in pair)  # (heads or chunks, numbers)
+            products, lengths = own @ theirs.T, theirs.square().sum(-1)
+            # Squared distance of each head to the nearest multiple of each chunk, relative to the head.
+            distances = 1 - products.square() / (lengths * own.square().sum(-1)[:, None])
+            nearest, places = distances.nan_to_num(torch.inf).min(1)
+            factors = (products / lengths)[torch.arange(heads), places]
+            is_same = (factors - factors[0]).abs().amax() <= tolerance * factors[0].abs()
+            if bool(is_same) and float(nearest.amax()) <= tolerance**2 and float(factors[0]) > 0:
+                starts = [int(place) * dim for place in places]
+                return HeadRows(event.name, starts, float(factors.mean()), is_rotated, event)
+    return None
 
 
 def check_projections(calls: Sequence[LoggedCall], num_tokens: int, width: int | None) -> list[Finding]:

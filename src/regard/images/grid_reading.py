@@ -23,11 +23,13 @@ def read_grids(config: Any, inputs: Mapping[str, Any] | None = None) -> Grids:
 
     Supported are ViT, DeiT, DINOv2 (with registers, too), DINOv3, CLIP, SigLIP and SigLIP 2, and the language models of
     Qwen2-VL, Qwen2.5-VL, Qwen3-VL, LLaVA, PaliGemma and Gemma 3. The vision models of these have grids of their own:
-    pass `config.vision_config`. For another model, build a `PatchGrid` yourself.
+    pass `config.vision_config`. Models of timm with one size of patches and class tokens or registers before them, such
+    as `VisionTransformer`, `Beit` and `Eva`, are read from their patch embedding. For another model, build a
+    `PatchGrid` yourself.
 
     Args:
-        config: Configuration of the model, or the model. A configuration with `vision_config` and `image_token_id`
-            means the language model.
+        config: Configuration of the model, or the model; for timm, the model. A configuration with `vision_config` and
+            `image_token_id` means the language model.
         inputs: What the processor returned. For a language model `input_ids`, with `image_grid_thw` or `pixel_values`;
             for SigLIP 2 `spatial_shapes`. For other vision models, the size of `pixel_values` replaces the image size
             of the configuration.
@@ -45,8 +47,10 @@ def read_grids(config: Any, inputs: Mapping[str, Any] | None = None) -> Grids:
     >>> print(read_grids(config)[0][0])
     4 × 4 patches, 5 tokens before
     """
-    config = getattr(config, "config", config)
     inputs = {} if inputs is None else inputs
+    if has_patch_embedding(config):
+        return _read_embedding(config, inputs)
+    config = getattr(config, "config", config)
     model_type = getattr(config, "model_type", None)
     if getattr(config, "vision_config", None) is not None:
         return _place_images(config, inputs)
@@ -75,6 +79,29 @@ def _unknown(received: str, expected: str) -> ArgumentError:
 
 
 # Vision models
+
+
+def has_patch_embedding(model: Any) -> bool:
+    """Return whether a model says in the terms of timm how it makes tokens of an image."""
+    embedding = getattr(model, "patch_embed", None)
+    return isinstance(getattr(model, "num_prefix_tokens", None), int) and hasattr(
+        embedding, "dynamic_feat_size"
+    )
+
+
+def _read_embedding(model: Any, inputs: Mapping[str, Any]) -> Grids:
+    """Return the grid of a model of timm, one for each batch entry."""
+    embedding = model.patch_embed
+    batch, size = 1, embedding.grid_size
+    if inputs.get("pixel_values") is not None:
+        batch, _, *pixels = _shape_of(inputs, "pixel_values")
+        size = embedding.dynamic_feat_size(tuple(pixels))
+    tokens = {"class": "cls_token", "distillation": "dist_token"}
+    names = tuple(name for name, attribute in tokens.items() if getattr(model, attribute, None) is not None)
+    before = model.num_prefix_tokens
+    names += tuple(f"register {i + 1}" for i in range(before - len(names)))
+    rows, columns = map(int, size)
+    return [[PatchGrid(rows, columns, before=before, names=names)] for _ in range(batch)]
 
 
 def _read_fixed(config: Any, inputs: Mapping[str, Any]) -> Grids:

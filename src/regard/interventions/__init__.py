@@ -1,8 +1,8 @@
 """Change the attention of a model while it runs, and measure how much each change matters.
 
-`with regard.intervene(model, edits)` applies edits: `knockout`, `restrict`, `rescore`, `ablate` and `patch`. The model
-keeps its fused kernels, and nothing of size q_len × kv_len is stored. The package imports `regard.lens` and below, and
-torch.
+`with regard.intervene(model, edits)` applies edits: `knockout`, `restrict`, `rescore`, `ablate`, `patch` and
+`patch_input`. The model keeps its fused kernels, and nothing of size q_len × kv_len is stored. `circuits` reads the
+weights of heads. The package imports `regard.diagnosis` and below, and torch.
 
 Design notes:
 - The kernel runs first, and edited rows are written over its output. Heads and rows without an edit stay bit-identical.
@@ -27,7 +27,11 @@ Design notes:
   this way missed it by 0.003.
 - Output projections, norms, MLPs and the unembedding are recognised by their numbers. The input of a projection
   equals the heads' outputs; a block's output equals its input plus parts. That needs no table of names, holds for
-  unknown models, and a model for which it does not hold is rejected.
+  unknown models, and a model for which it does not hold is rejected. `circuits` finds the rows of each head in the
+  same way: those whose outputs are its queries, or have the lengths of its rotated queries.
+- `patch_input` runs the block of a layer a second time, with the changed input, up to the attention call. The norm,
+  biases and rotary positions between the stream and the query are the model's own code. The input is read from the
+  stack, since a hook would disable the fast path of torch's encoder layers.
 - Edits use the wrappers with which `regard.watch` records; there is no second patching mechanism.
 - A knockout is a mask. A few edges are corrected from the kernel's own output and lse; many edges run through the
   lowered mask.
@@ -52,26 +56,33 @@ except ImportError as error:
     raise ImportError("regard.intervene: torch is not installed. pip install 'regard[torch]'") from error
 
 from regard._public import set_public_module
-from regard.interventions.edits import Edit, ablate, knockout, patch, rescore, restrict
+from regard.interventions.edits import Edit, ablate, knockout, patch, patch_input, rescore, restrict
 from regard.interventions.effect_sweep import EffectTable, effects
+from regard.interventions.factored_matrix import FactoredMatrix
 from regard.interventions.gradient_attribution import Attribution, attribution
+from regard.interventions.head_circuits import Circuits, HeadWeights, circuits
 from regard.interventions.intervene import Intervention
 from regard.interventions.logit_parts import LogitAttribution, logit_attribution
 from regard.interventions.model_runs import logit_difference
 
 __all__ = [
     "Attribution",
+    "Circuits",
     "Edit",
     "EffectTable",
+    "FactoredMatrix",
+    "HeadWeights",
     "Intervention",
     "LogitAttribution",
     "ablate",
     "attribution",
+    "circuits",
     "effects",
     "knockout",
     "logit_attribution",
     "logit_difference",
     "patch",
+    "patch_input",
     "rescore",
     "restrict",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from operator import index
@@ -118,11 +118,24 @@ class HeadMeans(dict[str, list[Any]]):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PatchEdit(Edit):
-    """Heads that take their pattern, output or value from another run."""
+    """Heads that take their pattern, output, query, key or value from another run."""
 
     source: Recording
-    what: Literal["pattern", "output", "value"] = "pattern"
+    what: Literal["pattern", "output", "query", "key", "value"] = "pattern"
     queries: Positions = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class InputEdit(Edit):
+    """Heads whose query, key or value is computed from a changed input of their block."""
+
+    change: Callable[[Any], Any]
+    what: Literal["query", "key", "value"] = "query"
+
+    @property
+    def name(self) -> str:
+        """Name of the function that returns this kind of edit."""
+        return "patch_input"
 
 
 def knockout(
@@ -258,29 +271,30 @@ def patch(
     layers: Layers = None,
     *,
     source: Recording,
-    what: Literal["pattern", "output", "value"] = "pattern",
+    what: Literal["pattern", "output", "query", "key", "value"] = "pattern",
     heads: Heads = None,
     queries: Positions = None,
     batch: Heads = None,
 ) -> Edit:
-    """Take the pattern, the output or the value of heads from another run of the model.
+    """Take the pattern, the output, the query, the key or the value of heads from another run of the model.
 
     Args:
         layers: Layers, as in `knockout`.
         source: Recording of the other run. For "output" and "value", a recording made with `watch(values=True)`.
         what: "pattern" applies the weights of the other run to this run's values; in the rows that exist in the other
             run, it replaces other edits of these weights. "output" takes the output before the output projection.
-            "value" applies this run's weights to the values of the other run.
-        heads: Query heads. Default: all.
+            "value" applies this run's weights to the values of the other run. "query" and "key" compute the weights
+            anew, from the queries or keys that the other run passed to the kernel.
+        heads: Query heads; another head that shares its key and value is not changed. Default: all.
         queries: Tokens whose row is patched, as in `knockout`. Default: all rows of the other run. Not allowed for a
-            value, which every row reads.
+            key or value, which every row reads.
         batch: Batch entries. Default: all. A source with fewer batch entries is repeated.
 
     Returns:
         The edit.
 
     Raises:
-        ArgumentError: If `what` is not one of the listed values, or `queries` is passed for a value.
+        ArgumentError: If `what` is not one of the listed values, or `queries` is passed for a key or value.
         ArgumentTypeError: If another argument has the wrong type.
 
     >>> import regard, torch
@@ -292,21 +306,79 @@ def patch(
     """
     hint = "with regard.watch(model, values=True) as source: model(**other_inputs)"
     _check_type(source, Recording, "patch", "source", "a recording of another run", hint)
-    if what not in ("pattern", "output", "value"):
+    if what not in ("pattern", "output", "query", "key", "value"):
         raise ArgumentError(
             "patch",
             received=f"what={what!r}",
-            expected='"pattern", "output" or "value"',
+            expected='"pattern", "output", "query", "key" or "value"',
             hint="For example patch(source=recording, what='output').",
         )
-    if what == "value" and queries is not None:
+    if what in ("key", "value") and queries is not None:
         raise ArgumentError(
             "patch",
-            received="what='value' and queries",
-            expected="no queries: a value is read by every row that attends to it",
+            received=f"what={what!r} and queries",
+            expected=f"no queries: a {what} is read by every row that attends to it",
             hint="Omit queries, or patch the output of these rows: what='output'.",
         )
     return PatchEdit(layers=layers, heads=heads, batch=batch, source=source, what=what, queries=queries)
+
+
+def patch_input(
+    layers: Layers = None,
+    *,
+    change: Callable[[Any], Any],
+    what: Literal["query", "key", "value"] = "query",
+    heads: Heads = None,
+    batch: Heads = None,
+) -> Edit:
+    """Compute the query, the key or the value of heads from a changed residual stream, as in path patching.
+
+    Only these heads read the changed stream: other heads, the other two inputs of these heads and the residual
+    connection keep it as it is. For the path from an earlier head to a later one, add the difference that the earlier
+    head makes between two runs to the query, key or value input of the later one.
+
+    The block around the layer runs twice, up to its attention: with its own input, and with the changed one. The norm
+    before the attention, biases and rotary positions apply to both.
+
+    Args:
+        layers: Layers, as in `knockout`.
+        change: A function that is passed the vectors that the block reads, before its norm, (batch, n, d_model), and
+            returns vectors of the same shape. It must not change them in place.
+        what: The input of the heads to compute again.
+        heads: Query heads; another head that shares its key and value is not changed. Default: all.
+        batch: Batch entries. Default: all.
+
+    Returns:
+        The edit.
+
+    Raises:
+        ArgumentError: If `what` is not one of the listed values. During the run, if the layer is not the first
+            attention of its block, or for a cached step, since earlier keys and values are not computed again.
+        ArgumentTypeError: If an argument has the wrong type.
+
+    >>> import regard, torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+    >>> x = torch.randn(1, 3, 8)
+    >>> with torch.no_grad(), regard.intervene(layer, patch_input(0, heads=1, change=torch.zeros_like)):
+    ...     edited = layer(x)
+    >>> torch.equal(edited, layer(x))
+    False
+    """
+    if not callable(change):
+        raise ArgumentTypeError(
+            "patch_input",
+            received=f"change as {describe_argument(change)}",
+            expected="a function of the vectors that the block reads, (batch, n, d_model)",
+            hint="For example change=lambda stream: stream + difference.",
+        )
+    if what not in ("query", "key", "value"):
+        raise ArgumentError(
+            "patch_input",
+            received=f"what={what!r}",
+            expected='"query", "key" or "value"',
+            hint="For all three, pass one edit for each.",
+        )
+    return InputEdit(layers=layers, heads=heads, batch=batch, change=change, what=what)
 
 
 def as_edits(edits: Any, operation: str) -> tuple[Edit, ...]:

@@ -114,7 +114,7 @@ def effects(
     check_count(
         batch_size, 1, None, "effects", "batch_size", "", "It is the number of edits that run at once."
     )
-    check_model(model, "effects")
+    model = check_model(model, "effects")
     check_metric(metric, "effects")
     sweep = _Sweep(model, inputs, metric, tokens)
     with torch.no_grad():

@@ -183,7 +183,7 @@ def attribution(
     >>> found.heads.columns
     ['module', 'layer', 'call', 'head', 'effect', 'output', 'attention']
     """
-    check_model(model, OPERATION)
+    model = check_model(model, OPERATION)
     check_metric(metric, OPERATION)
     check_count(edges, 1, None, OPERATION, "edges", "", "It is the number of edges of each head to list.")
     check_count(steps, 1, None, OPERATION, "steps", "", "One step takes a single backward pass.")

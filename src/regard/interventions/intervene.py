@@ -6,7 +6,7 @@ import types
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -15,12 +15,13 @@ from torch import nn
 from regard.capture.call import Call, CapturedArgs
 from regard.capture.module_names import is_selected
 from regard.capture.record import CaptureOptions, Uncaptured, build_call
-from regard.capture.watchers import watched
-from regard.errors import ArgumentError, NotCapturedError
+from regard.capture.watchers import find_arguments, join_names, list_watchers, run_to_attention, watched
+from regard.errors import ArgumentError, NotCapturedError, describe_argument
 from regard.interventions.edited_rows import compute_rows
 from regard.interventions.edits import (
     AblateEdit,
     Edit,
+    InputEdit,
     KnockoutEdit,
     PatchEdit,
     RescoreEdit,
@@ -65,11 +66,13 @@ def intervene(
     run the model without edits. If activations are checkpointed (`torch.utils.checkpoint`), edits also apply when a
     backward pass reruns part of the model, inside the block or after it.
 
-    Within a layer, masks and score modifications are applied first, then patched patterns and values, then outputs.
+    Within a layer, queries and keys are patched first, then masks and score modifications are applied, then patterns
+    and values are patched, then outputs.
 
     Args:
         model: The model, as in `regard.watch`.
-        edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`.
+        edits: One or several edits from `regard.interventions`: `knockout`, `restrict`, `rescore`, `ablate`, `patch`,
+            `patch_input`.
         tokens: Tokens of the keys, (n,) or (batch, n), for edits that name tokens by text; also used for the queries if
             both are the same sequence. For an encoder-decoder model, the tokens that the encoder reads.
         query_tokens: Tokens of the queries of cross-attention, which the decoder reads.
@@ -100,7 +103,7 @@ def intervene(
     module     edit                   calls  path
     self_attn  ablate(heads=[0, 1], baseline='zero')  1  output replaced
     """
-    check_model(model, "intervene")
+    model = check_model(model, "intervene")
     listed = as_edits(edits, "intervene")
     texts, query_texts = (
         None if given is None else as_token_lists(given, "intervene") for given in (tokens, query_tokens)
@@ -325,6 +328,18 @@ class Intervention(Watch):
             raise _build_refusal(name, call.reason, call.hint)
         bound = tuple(self._bound[i] for i in chosen)
         _check_dropout(call, module, bound)
+        if args.dense is not None and args.dense.is_slice and any(map(_names_heads, bound)):
+            raise _build_refusal(
+                name,
+                "it computes its heads in slices, and a call does not say which heads it has",
+                "Turn slicing off, for diffusers with set_attention_slice(None). Fused kernels need no slices.",
+            )
+        bound = tuple(
+            entry._replace(source=self._compute_inputs(entry.edit, name, call, tracks))
+            if isinstance(entry.edit, InputEdit)
+            else entry
+            for entry in bound
+        )
         placement = self._positions.locate(call)
         outer = () if args.edits is None else args.edits.bound  # type: ignore[attr-defined]
         call_index = sum(self._paths.get((name, chosen[0]), {}).values())
@@ -351,6 +366,66 @@ class Intervention(Watch):
             weights = _compute_weights(call, edits, args.weights)
         kernel = "; ".join(filter(None, (args.kernel, path)))
         return args._replace(edits=edits, edited_output=output, edited_weights=weights, kernel=kernel)
+
+    def _compute_inputs(self, edit: InputEdit, name: str, call: Call, tracks: bool) -> Call:
+        """Return the call that a layer would make if its block read the changed input of an edit."""
+
+        def refuse(received: str, expected: str, hint: str) -> NoReturn:
+            raise ArgumentError("patch_input", received=f"{name!r}, {received}", expected=expected, hint=hint)
+
+        if call.weights is not None:
+            refuse(
+                "which computes its own softmax",
+                "a layer whose query, key and value are known",
+                "Load the model with attn_implementation='sdpa', or edit its output or pattern.",
+            )
+        parts = name.split(".")
+        depth = next((i for i in range(len(parts), 0, -1) if parts[i - 1].isdigit()), 0)
+        block = self._model.get_submodule(".".join(parts[:depth]))
+        arguments = find_arguments(block)
+        args, kwargs = ([], {}) if arguments is None else (list(arguments[0]), dict(arguments[1]))
+        places: list[tuple[Any, Any]] = [(args, i) for i in range(len(args))] + [
+            (kwargs, key) for key in kwargs
+        ]
+        streams = [(held, key) for held, key in places if _is_stream(held[key])]
+        if not streams:
+            refuse(
+                f"whose block {'.'.join(parts[:depth]) or 'is the model and'!r} reads no vectors (batch, n, d_model)",
+                "a layer in a list of blocks, such as model.layers, which pass on a residual stream",
+                "Patch the query, key or value of another run: patch(what='query', source=recording).",
+            )
+        held, key = streams[0]
+        changed = edit.change(held[key])
+        if not isinstance(changed, torch.Tensor) or changed.shape != held[key].shape:
+            refuse(
+                f"whose input was changed to {describe_argument(changed)}",
+                f"a tensor of shape {tuple(held[key].shape)}",
+                "Return the changed vectors: change=lambda stream: stream + difference.",
+            )
+        held[key] = changed
+        for held, key in places:
+            if hasattr(held[key], "get_seq_length"):  # a cache, which the block would extend twice
+                held[key] = None
+        found = run_to_attention(lambda: block.forward(*args, **kwargs))
+        if found is None or not any(
+            watcher is self and join_names(own, found[2]) == name for watcher, own in list_watchers(found[0])
+        ):
+            refuse(
+                "which is not the first attention of its block",
+                "a layer that reads the input of its block",
+                "Patch the query, key or value of another run: patch(what='query', source=recording).",
+            )
+        options = CaptureOptions(values=True, grad=tracks)
+        probed = self._build(found[0], name, found[1], options)
+        if not isinstance(probed, Call):
+            raise _build_refusal(name, probed.reason, probed.hint)
+        if probed.shape != call.shape:
+            refuse(
+                "in a step with a cache, whose earlier keys are not computed again",
+                "a run over the whole sequence",
+                "Run the model once on all tokens, with use_cache=False if its cache has a fixed size.",
+            )
+        return probed
 
     def _build(
         self, module: nn.Module, name: str, args: CapturedArgs, options: CaptureOptions
@@ -404,6 +479,11 @@ def find_layers(layers: Any, names: Iterable[str], operation: str) -> list[str]:
     return chosen
 
 
+def _is_stream(value: Any) -> bool:
+    """Return whether an argument of a block may be its residual stream, (batch, n, d_model)."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3
+
+
 def _tracks_gradients(args: CapturedArgs) -> bool:
     """Return whether gradients flow through the arguments of a call."""
     tensors = (args.query, args.key, args.value)
@@ -424,6 +504,14 @@ def _check_dropout(call: Call, module: nn.Module, bound: Sequence[BoundEdit]) ->
             expected="weights without dropout",
             hint="Call model.eval(), or set the dropout of the attention to 0.",
         )
+
+
+def _names_heads(entry: BoundEdit) -> bool:
+    """Return whether an edit does not do the same to every head of every batch entry."""
+    edit = entry.edit
+    if isinstance(edit, AblateEdit) and edit.baseline != "zero":
+        return True
+    return edit.heads is not None or edit.batch is not None or isinstance(edit, PatchEdit | InputEdit)
 
 
 def find_output(call: Call, args: CapturedArgs) -> Tensor:

@@ -27,6 +27,7 @@ from regard.interventions.edits import (
     AblateEdit,
     Edit,
     HeadMeans,
+    InputEdit,
     KnockoutEdit,
     PatchEdit,
     RescoreEdit,
@@ -57,6 +58,11 @@ class BoundEdit(NamedTuple):
     edit: Edit
     tokens: list[list[Any]] | None = None
     query_tokens: list[list[Any]] | None = None  # of the queries of cross-attention
+    source: Call | None = None  # the call that the layer would make with a changed input
+
+    def patches(self, *what: str) -> bool:
+        """Return whether the edit takes one of these from another call."""
+        return isinstance(self.edit, PatchEdit | InputEdit) and self.edit.what in what
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +94,7 @@ class LayerEdits:
                 for axis in ("queries", "keys")
             )
             and not self._patterned.any()
+            and not self._vectors
         )
 
     def join(self, first: LayerEdits, shape: tuple[int, ...]) -> LayerEdits:
@@ -108,6 +115,7 @@ class LayerEdits:
 
     def edit_call(self, call: Call) -> Call:
         """Return the record of a call with the weights that a layer with its own softmax would have, and patterns."""
+        call = self._patch_vectors(call)
         if call.weights is not None:
             weights = edit_given_weights(call.weights, self.masks, self.score_mods)
             call = replace(call, weights=weights)
@@ -124,9 +132,19 @@ class LayerEdits:
     def _patterns(self) -> list[tuple[Call, BoolArray, IntArray | None]]:
         """The patches of patterns: source, pairs and rows of each group of batch entries; None for all rows."""
         return [
-            (find_source(entry.edit, self.name), pairs, rows)
+            (find_source(entry, self.name), pairs, rows)
             for entry in self.bound
-            if isinstance(entry.edit, PatchEdit) and entry.edit.what == "pattern"
+            if entry.patches("pattern")
+            for pairs, rows in self._find_rows(entry)
+        ]
+
+    @cached_property
+    def _vectors(self) -> list[tuple[str, Call, BoolArray, IntArray | None]]:
+        """The patches of queries and keys: "query" or "key", and source, pairs and rows as in `_patterns`."""
+        return [
+            (entry.edit.what, find_source(entry, self.name), pairs, rows)
+            for entry in self.bound
+            if isinstance(entry.edit, PatchEdit | InputEdit) and entry.patches("query", "key")
             for pairs, rows in self._find_rows(entry)
         ]
 
@@ -239,21 +257,28 @@ class LayerEdits:
         writer, paths = OutputWriter(base_output), []
         new_value, revalued = value, np.zeros(len(value.pair_index), bool)
         for entry in self.bound:
-            if isinstance(entry.edit, PatchEdit) and entry.edit.what == "value":
+            if entry.patches("value"):
                 pairs = self._select(entry.edit)
-                new_value = self._patch_value(find_source(entry.edit, self.name), pairs, new_value)
+                new_value = self._patch_value(find_source(entry, self.name), pairs, new_value)
                 revalued |= pairs
         rewritten = np.flatnonzero(revalued & ~self._patterned)
+        patched_call = self._patch_vectors(call)
         if call.weights is not None:
             assert args.dense is not None
             paths.append(
                 self._apply_to_given_weights(args.dense.weights, value, new_value, rewritten, writer)
             )
-        elif self.masks or self.score_mods or revalued.any():
-            problem, edited = self._edit_problem(call)
+        elif self.masks or self.score_mods or revalued.any() or self._vectors:
+            _, edited = self._edit_problem(patched_call)
             if len(rewritten):
                 writer.write(rewritten, None, compute_rows(edited, rewritten, None, new_value))
-            paths.append(self._apply_to_weights(call, edited, value, ~revalued, writer))
+            kept = ~revalued
+            paths.append(self._apply_to_weights(call, edited, value, kept, writer))
+            for what, _, pairs, rows in self._vectors:
+                chosen = np.flatnonzero(pairs & kept & ~self._patterned)
+                if len(chosen):
+                    writer.write(chosen, rows, compute_rows(edited, chosen, rows, value))
+                    paths.append(f"rows computed again with the {what} of another run")
         for source, pairs, rows in self._patterns:
             self._apply_pattern(source, pairs, rows, new_value, writer)
             paths.append("pattern of another run times this run's values")
@@ -261,8 +286,8 @@ class LayerEdits:
             if isinstance(entry.edit, AblateEdit):
                 for pairs, rows in self._find_rows(entry):
                     self._ablate(entry.edit, np.flatnonzero(pairs), rows, call, writer)
-            elif isinstance(entry.edit, PatchEdit) and entry.edit.what == "output":
-                source = find_source(entry.edit, self.name)
+            elif entry.patches("output"):
+                source = find_source(entry, self.name)
                 for pairs, rows in self._find_rows(entry):
                     index = np.flatnonzero(pairs)
                     own, theirs = self._find_source_rows(source, rows)
@@ -365,7 +390,7 @@ class LayerEdits:
         if isinstance(edit.baseline, HeadMeans):
             mean = edit.baseline[self.name][self.call_index]  # (heads, value_dim)
         elif not isinstance(edit.baseline, str):
-            mean = compute_mean_output(find_source(edit, self.name))
+            mean = compute_mean_output(find_source(BoundEdit(edit), self.name))
         elif self.placement.query_offset:
             raise ArgumentError(
                 "ablate",
@@ -400,6 +425,40 @@ class LayerEdits:
                 hint="Record the source with the same model.",
             )
         return pairs % (theirs.heads * theirs.batch)
+
+    def _patch_vectors(self, call: Call) -> Call:
+        """Return a call with the queries and keys of other calls, as far as these have them.
+
+        If a key is patched, each head has a key of its own, so that heads which share one are not changed.
+        """
+        if not self._vectors:
+            return call
+        if call.weights is not None or any(source.weights is not None for _, source, *_ in self._vectors):
+            raise ArgumentError(
+                "patch",
+                received=f"the query or key of {self.name!r}, which computes its own softmax",
+                expected="a layer whose query and key are known",
+                hint="Load the model with attn_implementation='sdpa', or patch its pattern or value.",
+            )
+        writers = {"query": OutputWriter(call.query)}
+        if any(what == "key" for what, *_ in self._vectors):
+            key = call.key.repeat_interleave(call.groups, -3) if call.groups > 1 else call.key
+            writers["key"] = OutputWriter(key.expand(*call.query.shape[:-2], *key.shape[-2:]))
+        for what, source, pairs, rows in self._vectors:
+            index = np.flatnonzero(pairs)
+            if what == "query":
+                theirs = source.query
+                own_rows, source_rows = self._find_source_rows(source, rows)
+            else:
+                theirs = source.key.repeat_interleave(source.groups, -3) if source.groups > 1 else source.key
+                source_rows = np.arange(self.placement.key_offset, theirs.shape[-2])[: call.shape[-1]]
+                own_rows = source_rows - self.placement.key_offset
+            if len(own_rows) and len(index):
+                theirs = theirs.expand(*source.query.shape[:-2], *theirs.shape[-2:])
+                vectors = OutputWriter(theirs).read(self._find_source_pairs(source, index), source_rows)
+                writers[what].write(index, own_rows, vectors.to(theirs.dtype))
+        changed = {what: writer.result for what, writer in writers.items() if writer.is_changed}
+        return replace(call, **changed, versions=(), source_key=None, lse=None)
 
     def _patch_value(self, source: Call, pairs: BoolArray, value: ValueColumns) -> ValueColumns:
         """Return a value with that of another run for some pairs, as far as its keys go.
@@ -500,8 +559,11 @@ def _agree(call: Call, source: Call) -> bool:
     return bool(same_sink and masks[0] == masks[1])
 
 
-def find_source(edit: PatchEdit | AblateEdit, name: str) -> Call:
-    """Return the call of a layer in the recording of an edit."""
+def find_source(entry: BoundEdit, name: str) -> Call:
+    """Return the call of a layer in the recording of an edit, or the one that a changed input would lead to."""
+    if entry.source is not None:
+        return entry.source
+    edit: Any = entry.edit
     recording: Any = edit.source if isinstance(edit, PatchEdit) else edit.baseline
     calls: tuple[Call, ...] = recording.calls(name)
     if len(calls) != 1 or calls[0].query is None:

@@ -8,7 +8,7 @@ does not hold are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -99,7 +99,7 @@ def logit_attribution(
     >>> len(found.heads), abs(sum(found.parts.column("logit")) - found.logit) < 1e-5
     (4, True)
     """
-    check_model(model, OPERATION)
+    model = check_model(model, OPERATION)
     tokens = inputs
     if isinstance(inputs, Mapping):
         names = ("input_ids", "inputs_embeds", *inputs)
@@ -257,7 +257,7 @@ class _StreamTrace:
 
 
 @dataclass(frozen=True)
-class _LinearNorm:
+class LinearNorm:
     """A LayerNorm or an RMSNorm at one position, with its scale fixed: a linear map, and a bias.
 
     Args:
@@ -278,8 +278,12 @@ class _LinearNorm:
         return centred * self.gain * self.scale
 
     @classmethod
-    def fit(cls, module: nn.Module, vectors: _ModuleVectors, tolerance: float) -> _LinearNorm | None:
-        """Read a norm from what it returns for probes; None if the module is not such a norm."""
+    def fit(cls, module: nn.Module, vectors: Sequence[Tensor], tolerance: float) -> LinearNorm | None:
+        """Read a norm from what it returns for probes; None if the module is not such a norm.
+
+        Args:
+            vectors: What the module read and returned, (…, width) each, or None.
+        """
         x, y = vectors
         if x is None or y is None or x.shape != y.shape:
             return None
@@ -318,7 +322,7 @@ class _AddedAttention(NamedTuple):
 
     module: str
     projection: OutputProjection
-    norm: _LinearNorm | None
+    norm: LinearNorm | None
     factor: float
 
     def map(self, vectors: Tensor) -> Tensor:
@@ -416,7 +420,7 @@ def _split_block(
 
 def _list_readings(
     model: nn.Module, trace: _StreamTrace, block: str, projection: OutputProjection, tolerance: float
-) -> Iterator[tuple[_LinearNorm | None, Tensor]]:
+) -> Iterator[tuple[LinearNorm | None, Tensor]]:
     """Yield what an attention layer may add to the stream: its projection, or a norm of it."""
     written = trace.get(projection.module).output
     if written is None:
@@ -426,7 +430,7 @@ def _list_readings(
         after = trace.get(name)
         is_next = name.startswith(f"{block}.") and after.input is not None
         if is_next and _are_close(after.input, written, 0.0):
-            norm = _LinearNorm.fit(model.get_submodule(name), after, tolerance)
+            norm = LinearNorm.fit(model.get_submodule(name), after, tolerance)
             if norm is not None:
                 yield norm, after.output
 
@@ -449,7 +453,7 @@ def _find_unembedding(model: nn.Module, trace: _StreamTrace, logits: Tensor) -> 
 
 def _find_final_norm(
     model: nn.Module, trace: _StreamTrace, unembedding: str, stream: Tensor
-) -> tuple[_LinearNorm | None, float]:
+) -> tuple[LinearNorm | None, float]:
     """Find the norm between the stream and the unembedding, and the factor after it."""
     tolerance, read = find_tolerance(model), trace.get(unembedding).input
     if read is None:
@@ -463,7 +467,7 @@ def _find_final_norm(
             continue
         if _are_close(vectors.input, stream, tolerance):
             factor = _find_factor(vectors.output, read, tolerance)
-            norm = None if factor is None else _LinearNorm.fit(model.get_submodule(name), vectors, tolerance)
+            norm = None if factor is None else LinearNorm.fit(model.get_submodule(name), vectors, tolerance)
             if norm is not None and factor is not None:
                 return norm, factor
     _refuse(model, "no LayerNorm or RMSNorm leads from its last block to its unembedding")

@@ -86,12 +86,19 @@ def compute_evicted(offsets: Array, first: Array, token_rows: TokenRows, sinks: 
     count = max(1, int(rows.sum()))
     zero = len(own) - 1 + (token_rows.query_offset or 0)
     distances = np.abs(np.arange(offsets.shape[-1]) - zero)
-    by_distance = np.zeros((int(distances.max(initial=0)) + 2, heads))
-    np.add.at(by_distance, distances, offsets.reshape(-1, heads, offsets.shape[-1]).sum(0).T)
+    bins = int(distances.max(initial=0)) + 2
+    by_distance = _sum_by_distance(offsets.reshape(-1, heads, offsets.shape[-1]).sum(0), distances, bins)
     for sink in range(sinks):
         to_sink = np.abs(own - (token_rows.keys.argmax(-1)[..., None] + sink))  # (…, 1, q_len)
         weights = np.where(rows, first[..., sink], 0.0).reshape(-1, heads, len(own))
         to_sink = np.broadcast_to(to_sink, (*first.shape[:-3], 1, len(own))).reshape(-1, len(own))
         for entry_distances, entry in zip(to_sink, weights, strict=True):
-            np.subtract.at(by_distance, entry_distances, entry.T)
+            by_distance -= _sum_by_distance(entry, entry_distances, bins)
     return np.maximum(np.cumsum(by_distance[::-1], 0)[::-1].T, 0.0) / count
+
+
+def _sum_by_distance(values: Array, distances: Array, bins: int) -> Array:
+    """Sum the columns of values, (heads, n), that have the same distance, (n,): (bins, heads)."""
+    heads = len(values)
+    index = distances + bins * np.arange(heads)[:, None]
+    return np.bincount(index.ravel(), values.ravel(), bins * heads).reshape(heads, bins).T

@@ -11,6 +11,7 @@ import numpy as np
 from regard.capture.call import Call, LayerCall
 from regard.capture.output_projections import OutputProjections
 from regard.lens.find import as_numpy, compute_output_norms, require_weights
+from regard.lens.joined_layers import measure_layers
 from regard.lens.table import Table
 from regard.lens.token_rows import TokenRows, as_token_lists, fit_tokens, token_count_error
 from regard.lens.weight_measures import DistanceBands, ReceivedFrom, TokenCopies, WeightAt
@@ -41,14 +42,24 @@ def build_head_table(
         None if projections is None else compute_output_norms(entry.call, projections)
         for entry in layer_calls
     ]
-    for (layer, module, index, call), lengths_added in zip(layer_calls, norms, strict=True):
+    for _, module, _, call in layer_calls:
         hint = f"The results are recording.calls({module!r})[0].measures. Or call regard.watch without measures, "
         require_weights(call, "recording.heads", f"{hint}with dtype=torch.bfloat16 to save memory.")
+
+    def take_tokens(call: Call) -> list[list[Any]] | None:
         *lead, _, kv_len = call.shape
-        lengths.add(kv_len)
-        own = None if token_lists is None else fit_tokens(token_lists, math.prod(lead[:-1]), kv_len)
+        return None if token_lists is None else fit_tokens(token_lists, math.prod(lead[:-1]), kv_len)
+
+    measured = measure_layers(
+        [entry.call for entry in layer_calls],
+        lambda call: measure_heads(call, take_tokens(call), windows, tiles)[0],
+    )
+    for (layer, module, index, call), lengths_added, columns in zip(
+        layer_calls, norms, measured, strict=True
+    ):
+        lengths.add(call.shape[-1])
+        own = take_tokens(call)
         fits = fits or own is not None
-        columns, _ = measure_heads(call, own, windows, tiles)
         if token_lists is not None and own is None:
             nan = np.full(len(columns["entropy"]), np.nan)
             columns |= {"duplicate": nan, "induction": nan}
@@ -57,8 +68,9 @@ def build_head_table(
             if lengths_added is not None:
                 rows = TokenRows.from_call(call).rows
                 columns["contribution"] = mean_over_rows(as_numpy_per_head(lengths_added), rows)
+        lists = {name: column.tolist() for name, column in columns.items()}
         for head in range(len(columns["entropy"])):
-            numbers = {name: float(column[head]) for name, column in columns.items()}
+            numbers = {name: column[head] for name, column in lists.items()}
             table.append({"module": module, "layer": layer, "call": index, "head": head, **numbers})
     if not fits and token_lists is not None:
         raise token_count_error("recording.heads", token_lists, lengths)
@@ -93,7 +105,9 @@ def measure_heads(
     counted_rows = {"entropy": token_rows.rows, "first": token_rows.rows}
     if token_rows.query_offset is not None:
         near = [(1 - int(window), int(window) - 1) for window in windows]
-        bands = [(-1, -1), *near, (-math.inf, math.inf)]
+        # A sink has no position: the mean distance is over the weights of the keys.
+        has_sink = call.matrix.problem.has_sink
+        bands = [(-1, -1), *near, *([(-math.inf, math.inf)] if has_sink else [])]
         measures["bands"] = DistanceBands(bands, token_rows.query_offset)
         previous = token_rows.own_keys - 1
         has_previous = (previous >= 0) & token_rows.keys[..., np.maximum(previous, 0)]
@@ -106,7 +120,7 @@ def measure_heads(
     by_row = {"entropy": results.entropy, "first": results.first}
     if token_rows.query_offset is not None:
         by_row |= {name: results.bands[..., i] for i, name in enumerate(positional)}
-        if call.matrix.problem.has_sink:  # it has no position: the mean is over the weights of the keys
+        if has_sink:
             total = results.bands[..., -1]
             by_row["distance"] = by_row["distance"] / (total + (total == 0))
     if "copies" in measures:

@@ -70,7 +70,7 @@ def find_layer_images(
     if not found:
         raise NotCapturedError(
             operation,
-            received=f"{module!r}, which is not part of a model that read an image",
+            received=f"{module!r}, which is not part of a model whose patch grid is known",
             expected="a layer of a vision model, or of a language model that reads images",
             hint="Pass the grid: page(image=…, grid=regard.images.PatchGrid(rows, columns, before=…)).",
         )

@@ -374,7 +374,8 @@ class Recording(Mapping[str, AttentionMatrix]):
             One grid for each image of the batch entry, in order.
 
         Raises:
-            NotCapturedError: If no layer of this name was captured, or it is not part of a model that read an image.
+            NotCapturedError: If no layer of this name was captured, or it is not part of a model whose patch grid is
+                known.
             ArgumentError: If the grid is unknown, or does not fit the number of keys.
             IndexOutOfRangeError: If there is no such batch entry.
         """

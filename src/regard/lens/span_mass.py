@@ -165,6 +165,47 @@ class SpanMass(Mapping[str, Array]):
             table.append({"position": position} | text | self._name(row) | {"lookback": float(ratio)})
         return table
 
+    def spans(self) -> Table:
+        """Return a table with one row for each span, for spans of different lengths: means over tokens and heads.
+
+        A long span has a large share even if attention is spread evenly. `per_token` is the share divided by the number
+        of tokens, and `lift` is the share divided by the share under attention that is uniform over all tokens: of the
+        prompt without padding, and generated before. A lift of 1 means no preference. In one pass of a causal model,
+        tokens before a span cannot attend to it, which lowers its lift.
+
+        Returns:
+            Columns `span`, `tokens` (mean number), `share`, `per_token` and `lift`; NaN for a span without tokens.
+
+        >>> import regard, torch
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with regard.watch(layer, spans={"first token": (0, 1)}) as recording:
+        ...     _ = layer(torch.zeros(1, 4, 8))
+        >>> print(recording.span_mass().spans())
+        span         tokens  share  per_token   lift
+        first token   1.000  0.250      0.250  1.000
+        other         3.000  0.750      0.250  1.000
+        """
+        shares = np.concatenate([layer.mass for layer in self.layers], axis=1).mean(1, dtype=np.float64)
+        counts = np.zeros(shares.shape)  # (batch, tokens, names)
+        in_prompt = [name for name in self.names if name != GENERATED]
+        for index in range(len(in_prompt)):
+            counts[..., index] = (self.labels == index).sum(-1)[:, None]
+        if self.prompt is not None:
+            counts[..., len(in_prompt) :] = np.maximum(self.positions - self.prompt, 0)[:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            per_token = np.where(counts > 0, shares / counts, np.nan)
+        lift = per_token * counts.sum(-1, keepdims=True)
+        table = Table()
+        for index, name in enumerate(self.names):
+            row = {
+                "tokens": float(counts[..., index].mean()),
+                "share": float(shares[..., index].mean()),
+                "per_token": float(mean_defined(per_token[..., index], (0, 1))),
+                "lift": float(mean_defined(lift[..., index], (0, 1))),
+            }
+            table.append({"span": name} | row)
+        return table
+
     def _name(self, row: Array) -> dict[str, float]:
         return dict(zip(self.names, row.tolist(), strict=True))
 
@@ -351,11 +392,22 @@ def _measure_layer(
     if sequence.generated_from is not None:
         keys = rows.keys.reshape(-1, kv_len)[:, : sequence.context].sum(-1)[:, None, None]
         counts = np.arange(mass.shape[2]) + sequence.first_position - sequence.generated_from
-        context = mass[..., :-1].sum(-1, dtype=np.float64) / np.maximum(keys, 1)
-        generated = mass[..., -1] / np.maximum(counts, 1)
-        total = np.where((counts > 0) & (context + generated > 0), context + generated, np.nan)
-        lookback = (context / total).astype(dtype)
+        lookback = compute_lookback(mass, keys, counts)
     return LayerSpans(entry.module, entry.layer, mass, lookback, plan)
+
+
+def compute_lookback(mass: Array, prompt: int | Array, generated: IntArray) -> Array:
+    """Compute the lookback ratio of each row, (batch, heads, rows); NaN where nothing was generated yet.
+
+    Args:
+        mass: (batch, heads, rows, names); the last name is "generated".
+        prompt: Number of tokens of the prompt, which broadcasts against (batch, heads, rows).
+        generated: Number of tokens that were generated before each row, (rows,).
+    """
+    context = mass[..., :-1].sum(-1, dtype=np.float64) / np.maximum(prompt, 1)
+    later = mass[..., -1] / np.maximum(generated, 1)
+    total = np.where((generated > 0) & (context + later > 0), context + later, np.nan)
+    return np.asarray(context / total, mass.dtype)
 
 
 # The page

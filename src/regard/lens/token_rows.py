@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from regard.capture.call import Call
 from regard.capture.compact_mask import CompactMask
 from regard.errors import ArgumentError, ArgumentTypeError, describe_argument
+from regard.masks import causal
+from regard.tiling import tile_sizes
 from regard.types import IntArray
+
+if TYPE_CHECKING:
+    from regard.distributed.matrix import DistributedMatrix
 
 # Names of cross-attention layers. If queries and keys have the same length, nothing else identifies them.
 _CROSS_ATTENTION_NAMES = (
@@ -54,6 +59,15 @@ class TokenRows:
         return np.where(self.rows, self.keys.argmax(-1)[..., None], -1)
 
     @classmethod
+    def from_shards(cls, matrix: DistributedMatrix) -> TokenRows:
+        """Find the tokens among the rows of this rank and the keys of all ranks; every rank must call it."""
+        lead, frame = tuple(matrix.shape[:-2]), matrix.problem.frame
+        rows, keys = (_any_head(flags, lead) for flags in _find_visible_shards(matrix))
+        if frame.q_len == frame.kv_len:
+            rows = rows & keys[..., matrix.positions]
+        return cls(lead, None, keys, rows)
+
+    @classmethod
     def from_call(cls, call: Call) -> TokenRows:
         """Find the tokens of a call."""
         *lead, q_len, kv_len = call.shape
@@ -70,6 +84,11 @@ class TokenRows:
         return cls(tuple(lead), query_offset, keys, rows)
 
 
+def is_cross_attention_name(name: str) -> bool:
+    """Return whether a layer says by its name that its keys belong to another sequence."""
+    return any(word in name.lower() for word in _CROSS_ATTENTION_NAMES)
+
+
 def _is_cross_attention(call: Call, keys: Any) -> bool:
     """Return whether the keys belong to another sequence.
 
@@ -77,7 +96,7 @@ def _is_cross_attention(call: Call, keys: Any) -> bool:
     do not either, but its first row does not attend past its own key.
     """
     *_, q_len, kv_len = call.shape
-    if any(word in call.name.lower() for word in _CROSS_ATTENTION_NAMES):
+    if is_cross_attention_name(call.name):
         return True
     live = np.flatnonzero(keys.any(tuple(range(keys.ndim - 1))))
     stop = call.query_offset + q_len
@@ -108,6 +127,31 @@ def find_visible(mask: CompactMask, q_len: int, kv_len: int) -> tuple[Any, Any]:
         np.add.at(change, ends[is_live], -1)
     keys = (np.cumsum(changes, -1)[:, :-1] > 0).reshape((*rows.shape[:-1], kv_len))
     return rows, keys if mask.visible_keys is None else keys & mask.visible_keys
+
+
+def _find_visible_shards(matrix: DistributedMatrix) -> tuple[Any, Any]:
+    """Find the rows of this rank that attend to some key, and the keys that some row of any rank attends to."""
+    problem = matrix.problem
+    lead, (num_pairs, num_rows, num_keys) = tuple(matrix.shape[:-2]), problem.shape
+    if problem.mask is None or problem.mask == causal():
+        return np.ones((1, num_rows), bool), np.ones((1, num_keys), bool)
+    whole = replace(problem, key=problem.key.new_empty((1, 1, 1)).expand(1, num_keys, 1))
+    rows, keys = np.zeros((num_pairs, num_rows), bool), np.zeros((num_pairs, num_keys), bool)
+    sizes = tile_sizes(on_device=problem.engine.is_asynchronous)
+    for pairs in sizes.split_pairs(problem.shape):
+        frame = whole.frame.select(pairs)
+        for band in sizes.split_rows(num_rows):
+            for columns, is_full in whole.live_blocks(band, sizes.columns):
+                allowed: Any = np.ones((1, 1, 1), bool)
+                if not is_full:
+                    q_idx = whole.positions[band]
+                    allowed = problem.mask.allows(frame, q_idx, columns, problem.engine.xp)
+                    allowed = allowed.cpu().numpy() if hasattr(allowed, "cpu") else allowed
+                rows[np.ix_(pairs, band)] |= allowed.any(2)
+                keys[np.ix_(pairs, columns)] |= allowed.any(1)
+    own = problem.query.new_tensor(keys)
+    keys = np.any([part.cpu().numpy() > 0 for part in matrix._exchange("find tokens", own)], 0)
+    return rows.reshape(*lead, num_rows), keys.reshape(*lead, num_keys)
 
 
 def _any_head(flags: Any, lead: tuple[int, ...]) -> Any:

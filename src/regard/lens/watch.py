@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
-from regard.capture.module_names import is_selected, list_patterns
+from regard.capture.module_names import (
+    is_selected,
+    list_patterns,
+    read_attribute,
+    walk_modules,
+    walk_once,
+)
 from regard.capture.own_softmax import SoftmaxTrace, close_traces
 from regard.capture.patching import exclude_from_compile
 from regard.capture.record import (
@@ -147,7 +153,6 @@ def watch(
     >>> recording.calls("self_attn")[0].measures["entropy"].shape
     torch.Size([1, 2, 3])
     """
-    check_model(model, "watch")
     _check_storage(device, dtype, max_dense_bytes)
     options = CaptureOptions(
         device=device,
@@ -182,9 +187,10 @@ def watch(
                 hint="Compute measures from the recording, on all ranks: recording[name].measure(…).",
             )
         recording = ShardedRecording(group, layout)
-    return Watch(
-        model, _select_modules(model, layers), options, Recording(parsed) if recording is None else recording
-    )
+    with walk_once():
+        model = check_model(model, "watch")
+        selected = _select_modules(model, layers)
+        return Watch(model, selected, options, Recording(parsed) if recording is None else recording)
 
 
 class Watch(Watcher):
@@ -202,6 +208,7 @@ class Watch(Watcher):
     """
 
     _traces_modules = True  # with the values, for `compare`
+    follows_compiled = False  # whether calls inside the graphs of torch.compile are recorded
     _operation = "watch"
     _use_recording = (  # hint of an error
         "Run the model in the block, then use the recording: with regard.watch(model) as recording: model(**inputs)."
@@ -230,6 +237,8 @@ class Watch(Watcher):
         # Modules that are named attention and ran without a capture, by name.
         self._without_capture: dict[str, str] = {}
         self._has_run = False  # the model itself, in this block
+        # Takes the matrix of a layer whose tokens are on several ranks, by name.
+        self._add_matrix: Callable[[str, Any], object] | None = getattr(self._recording, "_add_matrix", None)
         self._warns_if_empty = recording is not None  # other classes of watches make their own recording
         self._ran_elsewhere = False  # whether the model ran in a context that the block does not concern
 
@@ -262,6 +271,10 @@ class Watch(Watcher):
         return self._recording
 
     def _enter(self) -> None:
+        with walk_once():
+            self._patch_and_hook()
+
+    def _patch_and_hook(self) -> None:
         if self._targets:
             raise ArgumentError(
                 "watch",
@@ -272,14 +285,20 @@ class Watch(Watcher):
         self._has_run = self._ran_elsewhere = False
         try:
             native = find_native_parts(self._model)
-            self._register_hooks(native)
+            if not self.follows_compiled:  # the compiler would guard the hooks
+                self._register_hooks(native)
             if not callable(self._options.measures):  # a function reads calls, and nothing of the recording
                 self._hooks.extend(self._recording._module_hints.attach(self._model, self._guard))
             if self._options.values:
                 self._hooks.extend(self._recording._projections.attach(self._model, native))
                 if self._traces_modules:
                     self._hooks.extend(self._recording._trace.attach(self._model, native))
-            self._targets = list(find_patch_targets(self._model))
+            targets = find_patch_targets(self._model)
+            if self.follows_compiled:
+                from regard.capture.compiled_calls import follow_compiled  # loads the compiler
+
+                targets = follow_compiled(targets)
+            self._targets = list(targets)
             if self.binds_context:
                 self.bind_context()
             self.resume()
@@ -386,14 +405,13 @@ class Watch(Watcher):
 
     def record_matrix(self, name: str, matrix: Any) -> None:
         """Record the matrix of a layer whose tokens are on several ranks; the wrappers call it."""
-        add_matrix = getattr(self._recording, "_add_matrix", None)
         if is_recomputing():
             return
-        if add_matrix is None:
+        if self._add_matrix is None:
             reason = "its tokens are on the ranks of a process group"
             self.report_uncaptured(name, reason, "Pass the group: regard.watch(model, group=group).")
         else:
-            add_matrix(name, matrix.detach())
+            self._add_matrix(name, matrix.detach())
 
     @property
     def keeps_grad(self) -> bool:
@@ -421,6 +439,12 @@ class Watch(Watcher):
     def _report_missed_layers(self) -> None:
         """Report softmaxes of the shape of attention, and modules named attention, of which nothing was captured."""
         captured = self._captured_names
+        if self.follows_compiled:
+            from regard.capture.compiled_calls import unobserved
+
+            for name, module in self._model.named_modules():
+                if module in unobserved and name not in captured:
+                    self.report_uncaptured(name, unobserved[module], _OWN_SOFTMAX_HINT)
         for name, (class_name, trace) in self._softmaxes.items():
             if name not in captured and not trace.is_read and not _WITHOUT_WEIGHTS.search(class_name):
                 reason = f"{class_name} computes a softmax of shape {trace.shape} that {trace.fault}"
@@ -434,13 +458,14 @@ class Watch(Watcher):
 
     def _register_hooks(self, native: set[int]) -> None:
         """Register hooks that notice an attention layer, or the whole model, that ran and was not captured."""
-        for name, module in self._model.named_modules():
+        for name, module in walk_modules(self._model):
             class_name = type(module).__name__.lower()
-            is_attention = "attention" in class_name or "attn" in class_name
-            is_attention = is_attention and not _WITHOUT_WEIGHTS.search(class_name)
-            is_attention = (
-                is_attention and name in self._selected and next(module.parameters(), None) is not None
-            )
+            is_attention = ("attention" in class_name or "attn" in class_name) and name in self._selected
+            if is_attention:
+                # A layer of diffusers leaves the computation to its processor.
+                names = f"{class_name} {type(read_attribute(module, 'processor')).__name__}"
+                has_weights = not _WITHOUT_WEIGHTS.search(names)
+                is_attention = has_weights and next(module.parameters(), None) is not None
             if id(module) not in native and (is_attention or module is self._model):
                 before = _ModuleHook(self._before_forward)
                 after = _ModuleHook(self._make_after_forward(name))
@@ -532,7 +557,7 @@ def find_native_parts(model: nn.Module) -> set[int]:
     """Return the ids of torch's own attention layers and of the modules inside them."""
     return {
         id(part)
-        for module in model.modules()
+        for _, module in walk_modules(model)
         if isinstance(module, _NATIVE_LAYERS)
         for part in module.modules()
     }
@@ -573,8 +598,10 @@ def _check_storage(device: Any, dtype: Any, max_dense_bytes: Any) -> None:
         )
 
 
-def check_model(model: Any, operation: str) -> None:
-    """Refuse a model whose attention functions cannot be patched."""
+def check_model(model: Any, operation: str, allows_compiled: bool = False) -> nn.Module:
+    """Return the module to watch, which a model of nnsight wraps; refuse one whose functions cannot be patched."""
+    if type(model).__module__.partition(".")[0] == "nnsight":
+        model = model._module
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
             operation,
@@ -582,9 +609,9 @@ def check_model(model: Any, operation: str) -> None:
             expected="a torch.nn.Module",
             hint="Pass the model itself: loaded.model of regard.models.load, or pipeline.model of a pipeline.",
         )
-    for name, module in model.named_modules():
+    for name, module in walk_modules(model):
         where = f" at {name!r}" if name else ""
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_compiled(module) and not allows_compiled:
             hint = "Watch the original, which shares its weights: regard.watch(model._orig_mod)."
             if not hasattr(module, "_orig_mod"):
                 hint = "Watch before model.compile(), or build the model again and load_state_dict(model.state_dict())."
@@ -603,14 +630,52 @@ def check_model(model: Any, operation: str) -> None:
                 expected="a model that runs in Python and is not replicated by DataParallel",
                 hint="Watch the original model (for DataParallel, model.module).",
             )
+    return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is what `torch.compile(module)` returned, or `module.compile()` was called."""
+    if read_attribute(module, "_orig_mod") is not None:
+        return True
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def watch_step(
+    model: nn.Module,
+    layers: str | Iterable[str] | None,
+    measure: Callable[[Call], dict[str, Any]],
+    add_matrix: Callable[[str, Any], object],
+    follows_compiled: bool,
+) -> Watch:
+    """Return the watch of a monitored step: every call is measured, and nothing is recorded.
+
+    Args:
+        model: The model, which may be compiled.
+        layers: Names of modules, or patterns with `*`.
+        measure: Function of a call.
+        add_matrix: Function of a layer's name and its matrix, if the tokens of the layer are on several ranks.
+        follows_compiled: Whether to watch inside the graphs of `torch.compile`.
+    """
+    watching = Watch(model, _select_modules(model, layers), CaptureOptions(measures=measure), Recording())
+    watching.follows_compiled = follows_compiled
+    watching._add_matrix = add_matrix
+    watching._warns_if_empty = False  # a step may have no forward pass
+    return watching
+
+
+def strip_compiled(name: str) -> str:
+    """Return the name of a module as it is if nothing is compiled."""
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
 def _select_modules(model: nn.Module, layers: str | Iterable[str] | None) -> set[str]:
     """Return the names of the modules that match, and of the modules inside them."""
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in walk_modules(model)]
+    if layers is None:
+        return set(names)
     selected: set[str] = set()
     for pattern in list_patterns(layers, "watch"):
-        matches = {name for name in names if is_selected(name, pattern)}
+        matches = {name for name in names if is_selected(strip_compiled(name), pattern)}
         if not matches:
             raise ArgumentError(
                 "watch",

@@ -24,7 +24,7 @@ class WeightAt(Measure):
     """Weight that each row puts on one given key: (…, q_len).
 
     Args:
-        keys: The key of each row, (…, q_len); −1 for none, whose weight is 0.
+        keys: The key of each row, (…, q_len), or of all rows, (…, 1); −1 for none, whose weight is 0.
         bounds: Lowest and highest key; set by `bind`.
 
     >>> import numpy as np, regard
@@ -39,6 +39,7 @@ class WeightAt(Measure):
 
     def bind(self, problem: Problem) -> Measure:
         keys = problem.frame.take_pairs(self.keys, 1, "weight at")
+        keys = np.broadcast_to(keys, (len(keys), problem.shape[1]))
         live = keys[keys >= 0]
         bounds = (int(live.min()), int(live.max())) if live.size else (1, 0)
         return replace(self, keys=keys, bounds=bounds)

@@ -86,14 +86,18 @@ def from_transformers(module: Any) -> tuple[MultiheadAttention, dict[str, Any]]:
     torch.Size([1, 3, 8])
     """
     spec = ATTENTION_MODULES.get(type(module).__name__)
-    if spec is None:
+    if spec is None or not spec.is_convertible:
         raise ArgumentTypeError(
             "from_transformers",
             received=f"a {type(module).__name__}"
             if isinstance(module, nn.Module)
             else describe_argument(module),
             expected="a transformers attention module: "
-            + ", ".join(sorted(ATTENTION_MODULES, key=str.lower)),
+            + ", ".join(
+                sorted(
+                    (name for name, known in ATTENTION_MODULES.items() if known.is_convertible), key=str.lower
+                )
+            ),
             hint="To convert another module, copy its weights into q_proj, k_proj, v_proj and out_proj of a new layer.",
         )
     inner = module.get_submodule(spec.inner)

@@ -5,6 +5,7 @@ All share the colours of the pages, and the way in which axes are labelled.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -60,7 +61,11 @@ COLORBAR_LABELS = {
     "induction": "weight on the tokens after earlier copies",
     "effect": "change of the metric",
 }
-OVERLAY_COLORMAP = "inferno"  # its dark end dims the image, its light end shows on any
+OVERLAY_COLOR = "#0090ff"
+OVERLAY_COLORMAP = LinearSegmentedColormap.from_list("regard overlay", [(0, 0.56, 1, 0), OVERLAY_COLOR])
+UNIFORM_LIFT = (
+    1.25  # a map whose largest weight is at most this many times the mean is called practically uniform
+)
 LUMINANCE = np.array([0.2126, 0.7152, 0.0722])  # of red, green and blue
 MAX_OTHERS = 10  # tokens beside the patches that are drawn one by one
 LENGTHS = tuple(2**n for n in range(7, 18))  # 128 … 131,072
@@ -648,15 +653,18 @@ def overlay(
     query: tuple[int, int] | None = None,
     tokens: Sequence[str] | None = None,
     ax: Any = None,
-    alpha: float = 0.6,
+    alpha: float = 0.85,
     grey: bool = True,
     colorbar: bool = True,
     **imshow: Any,
 ) -> Any:
-    """Draw the weights of the patches over their image, and list the weights of the other tokens below it.
+    r"""Draw the weights of the patches over their image, and list the weights of the other tokens below it.
 
-    Colours run from 0 to the largest weight of a patch. Other tokens (class token, registers, text) are listed below
-    the image with their weights: each if there are at most ten, otherwise their sum. NaN is orange.
+    The image is grey, and weight is the amount of colour: a patch without weight stays grey, and the patch with the
+    largest weight has the full colour. The light of the image does not change the amount of colour, so a bright patch
+    cannot be taken for one with weight. The line below the map says how many times the mean the largest weight is, or
+    that the map is practically uniform. Other tokens (class token, registers, text) are listed there with their
+    weights: each if there are at most ten and the list fits in two lines, otherwise their sum. NaN is orange.
 
     Args:
         image: Path, Pillow image or array, as the model saw it; see `regard.images.load_pixels`. It is stretched over
@@ -666,7 +674,7 @@ def overlay(
         query: Row and column of the patch that attends, which is outlined.
         tokens: Names of all tokens; only names of tokens other than patches are shown. Default: the names in the grid.
         ax: Axes to draw on. Default: a new figure.
-        alpha: Opacity of the map, from 0 to 1.
+        alpha: Opacity of the colour of the largest weight, from 0 to 1. With `cmap`, opacity of the whole map.
         grey: Draw the image in grey, so that colours mean weights only.
         colorbar: Whether to draw a colour bar.
         **imshow: Arguments of `Axes.imshow` for the map, such as `vmax=1`, `norm="log"` or `cmap=`.
@@ -687,7 +695,7 @@ def overlay(
     array([[0.1, 0.2],
            [0. , 0.2]])
     >>> ax.get_xlabel()
-    'patches 0.5; class 0.5'
+    'patches 0.5; class 0.5\nlargest patch 1.60 × the mean'
     """
     check_axes(ax, "plot.overlay")
     if not isinstance(grid, PatchGrid):
@@ -724,7 +732,13 @@ def overlay(
         pixels = np.repeat((pixels @ LUMINANCE).round().astype(np.uint8)[..., None], 3, -1)
     ax.imshow(pixels, extent=extent, interpolation="antialiased")
     drawn = np.ma.masked_invalid(grid.to_map(row.astype(np.float64)))
-    style: dict[str, Any] = {"cmap": OVERLAY_COLORMAP, "vmin": 0, "alpha": alpha, "interpolation": "nearest"}
+    style: dict[str, Any] = {"vmin": 0, "interpolation": "nearest"}
+    if "cmap" in imshow:
+        style["alpha"] = alpha
+    else:
+        ramp = OVERLAY_COLORMAP(np.arange(256))
+        ramp[:, -1] *= alpha
+        style["cmap"] = ListedColormap(ramp, "regard overlay")
     if "norm" in imshow:
         del style["vmin"]  # a norm has its own limits
     shown = ax.imshow(drawn, **style | {"extent": extent} | imshow)
@@ -737,19 +751,43 @@ def overlay(
         for color, line in ((INK, 4), ("white", 2)):  # visible on any image
             ax.add_patch(Rectangle(corner, *patch, fill=False, edgecolor=color, linewidth=line))
     ax.set(xticks=[], yticks=[])
-    ax.set_xlabel(_describe_weights(row, grid, names), color=SOFT, wrap=True, **LITERAL)
+    inches = ax.get_window_extent().width / ax.figure.dpi
+    columns = max(20, int(inches * 72 / (0.6 * ax.xaxis.label.get_fontsize())))  # characters that fit
+    lines = _describe_weights(row, grid, names, columns) if len(grid.others) else []
+    lines += textwrap.wrap(_describe_contrast(grid.to_map(row)), columns)
+    ax.set_xlabel("\n".join(lines), color=SOFT, **LITERAL)
     return ax
 
 
-def _describe_weights(row: Any, grid: PatchGrid, names: list[str] | None) -> str:
-    """Return the sum over the patches, and the weights of the other tokens, in one line."""
-    parts = [f"patches {format_number(float(row[grid.positions].sum()))}"]
-    others = grid.others
-    if len(others) > MAX_OTHERS:
-        parts.append(f"{len(others)} other tokens {format_number(float(row[others].sum()))}")
-    else:
-        for position in others:
-            own = grid.names[position] if position < len(grid.names) else f"token {position}"
-            label = own if names is None else names[position]
-            parts.append(f"{format_label(label)} {format_number(float(row[position]))}")
-    return "; ".join(parts)
+def _describe_contrast(weights: Any) -> str:
+    """Return how far the largest weight of a map is above the mean, in one line."""
+    finite = weights[np.isfinite(weights)].astype(np.float64)
+    mean = float(finite.mean()) if finite.size else 0.0
+    if mean <= 0:
+        return "no weight on a patch"
+    lift = float(finite.max()) / mean
+    largest = f"largest patch {lift:.2f} × the mean"
+    return f"{largest}: practically uniform" if lift <= UNIFORM_LIFT else largest
+
+
+def _describe_weights(row: Any, grid: PatchGrid, names: list[str] | None, columns: int) -> list[str]:
+    """Return the sum over the patches and the weights of the other tokens, in one or two lines if there is room."""
+    patches, others = f"patches {format_number(float(row[grid.positions].sum()))}", grid.others
+    parts = [patches]
+    for position in others[:MAX_OTHERS]:
+        own = grid.names[position] if position < len(grid.names) else f"token {position}"
+        label = own if names is None else names[position]
+        parts.append(f"{format_label(label)} {format_number(float(row[position]))}")
+    lines = _wrap(parts, columns)
+    if len(others) <= MAX_OTHERS and len(lines) <= 2:
+        return lines
+    return _wrap([patches, f"{len(others)} other tokens {format_number(float(row[others].sum()))}"], columns)
+
+
+def _wrap(parts: list[str], columns: int) -> list[str]:
+    """Join parts with semicolons in lines of so many characters, breaking none of them."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        joined = f"{lines[-1]}; {part}"
+        lines[-1:] = [joined] if len(joined) <= columns else [f"{lines[-1]};", part]
+    return lines

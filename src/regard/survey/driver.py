@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from regard.capture.call import Call
 
 
+# Layers of a short text that are measured together.
+MAX_WAITING = 16
+
+
 def run(
     model: str | Path | LoadedModel | TextMeasurer,
     corpus: str | Path,
@@ -143,6 +147,7 @@ class SurveyRunner(ModelRunner):
 
     def measure(self, text: str, prompt: str = "") -> dict[str, Any]:
         """Return the rows of a text, read after its prompt: the columns of the heads, and the measures as float32."""
+        from regard.lens.joined_layers import copy_tensors, is_joinable, measure_layers
         from regard.lens.watch import watch
         from regard.survey.head_stats import measure_call
 
@@ -150,20 +155,33 @@ class SurveyRunner(ModelRunner):
         prompt_len = count_prompt_tokens(self.loaded, prompt, text) if prompt else 0
         tokens = [encoded.ids[0].tolist()]
         copies: dict[Any, Any] = {}
-        layers: list[tuple[str, int, int]] = []
+        waiting: list[Call] = []
         measured: list[dict[str, Any]] = []
+        layers: list[tuple[str, int, int]] = []
+
+        def measure_waiting() -> None:
+            calls, waiting[:] = waiting[:], []
+            results = measure_layers(
+                calls, lambda call: measure_call(call, tokens, copies, self.measures, prompt_len)
+            )
+            for call, columns in zip(calls, results, strict=True):
+                for name in ("entropy", "first", "heavy"):
+                    if not np.isfinite(columns.get(name, 0.0)).all():
+                        raise NotFiniteError(f"the attention weights of {call.name} are not finite")
+                layers.append((call.name, len(next(iter(columns.values()))), call.groups))
+                measured.append(columns)
 
         def collect(call: Call) -> dict[str, Any]:
-            columns = measure_call(call, tokens, copies, self.measures, prompt_len)
-            for name in ("entropy", "first", "heavy"):
-                if not np.isfinite(columns.get(name, 0.0)).all():
-                    raise NotFiniteError(f"the attention weights of {call.name} are not finite")
-            layers.append((call.name, len(next(iter(columns.values()))), call.groups))
-            measured.append(columns)
+            # Layers of a short text are measured together, and those of a long one as they run, to save memory.
+            waits = is_joinable(call)
+            waiting.append(copy_tensors(call) if waits else call)
+            if not waits or len(waiting) == MAX_WAITING:
+                measure_waiting()
             return {}
 
         with watch(self.loaded.model, measures=collect):
             self.loaded.forward(encoded)
+        measure_waiting()
         return build_head_columns(encoded, layers) | {
             name: np.concatenate([columns[name] for columns in measured]).astype(np.float32)
             for name in measured[0]

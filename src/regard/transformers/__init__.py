@@ -42,8 +42,9 @@ from regard._public import set_public_module
 from regard.transformers.attention_function import register
 from regard.transformers.attention_weights import AttentionWeights
 from regard.transformers.layer_choice import UnrecordedWeights, choose_layers
+from regard.transformers.stacked_weights import StackedWeights
 
-__all__ = ["AttentionWeights", "UnrecordedWeights", "choose_layers"]
+__all__ = ["AttentionWeights", "StackedWeights", "UnrecordedWeights", "choose_layers"]
 
 register()
 set_public_module(globals())

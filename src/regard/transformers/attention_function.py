@@ -143,6 +143,12 @@ def attention_forward(
 _record = exclude_from_compile(record_call)
 
 
+def _may_read_weights(hook: Any) -> bool:
+    """Return whether a forward hook of a layer is the user's, as those of kvpress, and may read what it returns."""
+    package = getattr(hook, "__module__", None) or type(hook).__module__
+    return package.partition(".")[0] not in ("accelerate", "regard", "torch", "transformers")
+
+
 def _is_requested(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Return whether a model requests weights, as far as a layer can know it; if it cannot, it records them."""
     requested = kwargs.get("output_attentions")
@@ -150,6 +156,8 @@ def _is_requested(module: nn.Module, kwargs: dict[str, Any]) -> bool:
         return True
     if torch.compiler.is_compiling() and not getattr(_active_collector, "compiling", False):
         return False  # a compiled layer cannot read what the model around it collects
+    if any(map(_may_read_weights, module._forward_hooks.values())):
+        return True
     collected = None if _active_collector is None else _active_collector.get()
     if collected is None:
         return requested is None

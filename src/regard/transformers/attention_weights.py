@@ -18,6 +18,7 @@ from regard.core.matrix import AttentionMatrix
 from regard.errors import ArgumentError, ArgumentTypeError, IndexOutOfRangeError, format_named_shape
 from regard.measures import MaxWeight
 from regard.transformers.recorded_call import RecordedCall
+from regard.transformers.stacked_weights import DENSE_HINT, StackedWeights
 
 Tensor = Any  # the types of torch are not followed
 
@@ -27,11 +28,6 @@ BAND = 1 << 23
 # Functions of torch that run the method of the same name.
 _METHODS = {"amax", "argmax", "max", "mean", "sum", "topk"}
 _METHODS |= {"clone", "detach", "div", "mul", "squeeze", "true_divide"}
-
-_DENSE_HINT = (
-    "Store the matrices first: attentions = [weights.to_dense() for weights in outputs.attentions]. "
-    "If transformers itself raised this, as generate() of Whisper does, record with regard.watch instead."
-)
 
 
 class AttentionWeights:
@@ -452,8 +448,12 @@ class AttentionWeights:
                 args = args[::-1]
             if isinstance(args[0], cls):
                 return getattr(args[0], name)(*args[1:], **kwargs)
+        if name == "stack":
+            parts, dim = _bind_stack(*args, **kwargs)
+            if all(isinstance(part, cls) and part.shape == parts[0].shape for part in parts):
+                return StackedWeights(parts, dim % (parts[0].ndim + 1))
         weights = next(_find_weights((args, kwargs)))
-        return weights._raise_for(f"torch.{name}", _DENSE_HINT)
+        return weights._raise_for(f"torch.{name}", DENSE_HINT)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Refuse to convert to an array."""
@@ -499,6 +499,11 @@ class AttentionWeights:
             shape = f"{tuple(self.shape)}, a mean over axes {self._averaged} of {tuple(self._source.shape)},"
         factor = "" if self._factor == 1.0 else f" × {self._factor:g}"
         return f"AttentionWeights{shape} {str(self.dtype).removeprefix('torch.')}{factor}"
+
+
+def _bind_stack(tensors: Sequence[Any], dim: int = 0) -> tuple[Sequence[Any], int]:
+    """Return the arguments of `torch.stack`."""
+    return tensors, dim
 
 
 def _find_weights(arguments: Any) -> Iterator[AttentionWeights]:

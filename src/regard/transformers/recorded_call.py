@@ -121,7 +121,7 @@ def record_call(module: nn.Module, args: CapturedArgs, *, keep: bool) -> Recorde
     store, start = _store_keys(module, args) if keep else (KeyStore(args.key, copy=False), 0)
     kv_len, compact_mask = int(args.key.shape[-2]), None
     # The mask of one row is small, and recognised if the row is read.
-    if args.query.shape[-2] > 1 or (args.attn_mask is None and args.position_bias is None):
+    if args.query.shape[-2] > 1:
         compact_mask = _thread.masks.recognise(args, kv_len, find_position_biases(module))
         args = args._replace(attn_mask=None, position_bias=None)
     return RecordedCall(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from functools import partial
 
 import pytest
@@ -170,3 +171,81 @@ def test_a_softmax_that_is_no_attention_is_not_reported():
     with regard.watch(model) as recording:
         model(X)
     assert list(recording) == ["0"] and not recording.diagnose().by_severity("warning")
+
+
+def count_calls(function):
+    """Return how many functions of Python a call runs."""
+    calls, before = 0, sys.getprofile()
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_entering_a_watch_again_does_not_search_all_modules(monkeypatch):
+    model = nn.Sequential(*(Mixer(by_attribute) for _ in range(4)))
+
+    def enter():
+        with regard.watch(model):
+            model(X)
+
+    enter()
+    first = count_calls(enter)
+    for i in range(500):  # installed modules without the function
+        module = types.ModuleType(f"regard_test_module_{i}")
+        module.__file__ = f"/site-packages/regard_test_module_{i}.py"
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    enter()  # reads them
+    assert count_calls(enter) < first + 100
+
+
+def test_a_module_that_is_imported_again_is_read_again(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    file, model = folder / "regard_test_again.py", nn.Sequential(Mixer(by_attribute))
+    file.write_text("sdpa = None\n")
+    importlib.import_module("regard_test_again")
+    for _ in range(2):
+        with regard.watch(model):
+            model(X)
+    monkeypatch.delitem(sys.modules, "regard_test_again")
+    file.write_text("from torch.nn.functional import scaled_dot_product_attention as sdpa  # another size\n")
+    importlib.invalidate_caches()
+    again = importlib.import_module("regard_test_again")
+    model = nn.Sequential(Mixer(lambda *args: again.sdpa(*args)))
+    with regard.watch(model) as recording:
+        model(X)
+    assert list(recording) == ["0"]
+    assert again.sdpa is F.scaled_dot_product_attention
+
+
+def test_a_name_that_an_installed_file_of_the_model_binds_anew_is_found(tmp_path, monkeypatch):
+    """The file of the model's class has as many names as before."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    (folder / "regard_test_model.py").write_text(
+        "from torch import nn\nattend = None\nclass Mixer(nn.Module):\n    def forward(self, x):\n"
+        "        x = x.unflatten(-1, (2, -1)).transpose(1, 2)\n        return attend(x, x, x).flatten(2)\n"
+    )
+    file = importlib.import_module("regard_test_model")
+    monkeypatch.setitem(sys.modules, "regard_test_model", file)
+    model, x = nn.Sequential(file.Mixer()), torch.randn(1, 5, 8)
+    for _ in range(2):
+        file.attend = lambda query, key, value: value
+        with pytest.raises(NotCapturedError), regard.watch(model):
+            model(x)
+        file.attend = F.scaled_dot_product_attention
+        for _ in range(2):
+            with regard.watch(model) as outer, regard.watch(model) as recording:
+                model(x)
+            assert list(outer) == list(recording) == ["0"]
+        assert file.attend is F.scaled_dot_product_attention

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from regard.engines.numpy import NumpyEngine
+from regard.testing import device_check
 
 
 def test_selfcheck_passes_here(run):
@@ -16,6 +17,15 @@ def test_selfcheck_passes_here(run):
     assert err == "" and record["ok"] and record["cases"]["count"] == 4
     out, _ = run("selfcheck", "-n", "2")
     assert "2 cases on numpy" in out and "0 of " in out and out.endswith("\nok\n")
+
+
+def test_the_report_is_a_file_to_post(run, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(device_check, "find_device", lambda: asked.append("here") or None)
+    out, _ = run("selfcheck", "-n", "2", "--report", str(tmp_path / "report.json"))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"] and report["cases"]["count"] == 2 and asked == ["here"]
+    assert str(tmp_path) not in json.dumps(report) and "Wrote " in out
 
 
 def test_selfcheck_fails_if_an_engine_is_wrong(run, monkeypatch):
@@ -29,8 +39,6 @@ def test_selfcheck_fails_if_an_engine_is_wrong(run, monkeypatch):
 
 def test_selfcheck_of_a_device(run, monkeypatch):
     pytest.importorskip("torch")
-    from regard.testing import device_check
-
     monkeypatch.setattr(device_check, "CASE_SECONDS", 0.5)
     monkeypatch.setattr(device_check, "CPU_LENGTHS", (64,))
     out, _ = run("selfcheck", "-n", "1", "--device", "cpu")

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from torch import nn
 
 import regard
 from regard.errors import ArgumentError, IndexOutOfRangeError, NotCapturedError
@@ -153,7 +154,7 @@ def test_unknown_models_and_layers_without_images_are_refused():
     model, inputs, layer = build_vision_model("CLIP")
     with torch.no_grad(), regard.watch(model) as recording:
         model(**inputs)
-    with pytest.raises(NotCapturedError, match="not part of a model that read an image"):
+    with pytest.raises(NotCapturedError, match="not part of a model whose patch grid is known"):
         recording.grids("text_model.encoder.layers.0.self_attn")
     with pytest.raises(ArgumentError, match="whose text has no image tokens"):
         read_grids(model.config, inputs)
@@ -278,3 +279,49 @@ def test_other_models_of_the_table():
         layer = next(layer for layer in recording if "language_model" in layer)
         [grid] = recording.grids(layer)
         assert (grid.rows, grid.columns, grid.before) == (2, 2, 3)
+
+
+class Patches(nn.Module):
+    """A patch embedding with the attributes that timm gives it."""
+
+    grid_size = (2, 3)
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Conv2d(3, 8, 4, 4)
+
+    def dynamic_feat_size(self, size):
+        return size[0] // 4, size[1] // 4
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).mT
+
+
+class TimmModel(nn.Module):
+    """Attention over a class token, two registers and patches, in the order of timm."""
+
+    num_prefix_tokens = 3
+
+    def __init__(self):
+        super().__init__()
+        self.patch_embed, self.attn = Patches(), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.cls_token, self.dist_token = nn.Parameter(torch.randn(1, 1, 8)), None
+
+    def forward(self, x):
+        first = torch.cat([self.cls_token, torch.ones(1, 2, 8)], 1).expand(len(x), -1, -1)
+        tokens = torch.cat([first, self.patch_embed(x)], 1)
+        return self.attn(tokens, tokens, tokens)[0]
+
+
+def test_the_grid_of_a_model_of_timm_is_read_from_its_patch_embedding():
+    model, names = TimmModel().eval(), ("class", "register 1", "register 2")
+    assert read_grids(model) == [[PatchGrid(2, 3, before=3, names=names)]]
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(torch.randn(2, 3, 12, 16))  # not the size that the model was built for
+    for batch in (0, 1):
+        assert recording.grids("attn", batch=batch) == [PatchGrid(3, 4, before=3, names=names)]
+    model.num_prefix_tokens = 1
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(torch.randn(2, 3, 12, 16))
+    with pytest.raises(ArgumentError, match="15 keys of 'attn' for a grid of 13 tokens"):
+        recording.grids("attn")

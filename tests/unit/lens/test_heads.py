@@ -274,3 +274,77 @@ def test_layers_of_regard_nn_are_captured():
     assert call.mask == regard.causal() & padding
     torch.testing.assert_close(steps[""].to_dense(), whole.to_dense())
     torch.testing.assert_close(alone[""].to_dense(), whole.to_dense())
+
+
+def run_mixed(model, *args, **kwargs):
+    """Record a model, and return its recording and the table with each layer measured by itself."""
+    recording = watched(model, *args, **kwargs)
+    alone = []
+    for name in recording:
+        one = watched_layer(model, name, *args, **kwargs)
+        alone += [row | {"layer": list(recording).index(name)} for row in one.heads()]
+    return recording, alone
+
+
+def watched_layer(model, name, *args, **kwargs):
+    with torch.no_grad(), regard.watch(model, layers=name) as recording:
+        model(*args, **kwargs)
+    return recording
+
+
+@pytest.mark.parametrize("length", [1, 9, 257, 300])
+@pytest.mark.parametrize("build", [gpt2, bert, llama])
+def test_layers_that_are_measured_together_equal_each_alone(build, length):
+    """Also with padding that differs between texts, grouped heads, and more rows than are measured together."""
+    model = build()
+    if length > 64 and build is gpt2:
+        pytest.skip("it has 64 positions")
+    tokens = torch.randint(50, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, : length // 3] = 0
+    recording, alone = run_mixed(model, tokens, attention_mask=mask)
+    assert len(recording) == 2
+    for ours, theirs in zip(recording.heads(), alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert (
+                ours[name] == pytest.approx(theirs[name], rel=8 * torch.finfo(torch.float32).eps, nan_ok=True)
+                if isinstance(ours[name], float)
+                else ours[name] == theirs[name]
+            )
+
+
+def test_a_layer_with_a_mask_or_a_scale_of_its_own_is_measured_by_itself():
+    class Layers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = torch.nn.ModuleList(Part(i) for i in range(5))
+
+        def forward(self, x):
+            for part in self.parts:
+                x = x + part(x)
+            return x
+
+    class Part(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x):
+            x = x[:, None].expand(-1, 2, -1, -1)
+            options = [{}, {"is_causal": True}, {"scale": 2.0}, {}, {"attn_mask": torch.eye(6).bool()}][
+                self.number
+            ]
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, **options).mean(1)
+
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(1, 6, 8)
+    recording, alone = run_mixed(model, x)
+    assert [row["module"] for row in recording.heads()] == [row["module"] for row in alone]
+    # Weights are rounded to float32, and large scores of one layer let others take the path of large scores.
+    for ours, theirs in zip(recording.heads(), alone, strict=True):
+        assert [ours[name] for name in ("entropy", "first", "heavy")] == pytest.approx(
+            [theirs[name] for name in ("entropy", "first", "heavy")], rel=8 * torch.finfo(torch.float32).eps
+        )
+        dense = recording[ours["module"]][0, ours["head"]].to_dense().double().numpy()
+        assert ours["first"] == pytest.approx(dense[:, 0].mean(), rel=1e-5)

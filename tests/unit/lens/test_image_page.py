@@ -69,7 +69,7 @@ def test_a_grid_that_the_caller_states(clip):
 
 
 def test_wrong_arguments_are_refused(clip):
-    with pytest.raises(NotCapturedError, match="not part of a model that read an image"):
+    with pytest.raises(NotCapturedError, match="not part of a model whose patch grid is known"):
         clip.page(image=IMAGE, layers="text_model*")
     with pytest.raises(ArgumentError, match="2 images for batch entry 0, which has 1"):
         clip.page(image=[IMAGE, IMAGE])

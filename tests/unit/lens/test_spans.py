@@ -240,6 +240,33 @@ def test_tables():
         mass.tokens(texts[:-1])
 
 
+def test_the_lift_of_a_span_does_not_depend_on_its_length():
+    model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("left")
+    with regard.watch(model, spans=SPANS) as recording:
+        generate(model, inputs)
+    mass = recording.span_mass()
+    table = {row["span"]: row for row in mass.spans()}
+    real = inputs["attention_mask"].numpy()
+    shares, uniform = np.stack([mass[layer] for layer in mass]).mean((0, 2)), np.zeros((2, NEW, 4))
+    for batch in range(2):
+        for row in range(NEW):
+            counts = [real[batch, columns].sum() for columns in COLUMNS.values()]
+            uniform[batch, row] = np.array([*counts, row]) / (real[batch].sum() + row)
+    for index, name in enumerate(mass.names):
+        seen = uniform[..., index] > 0
+        lift = (shares[..., index][seen] / uniform[..., index][seen]).mean()
+        np.testing.assert_allclose(table[name]["lift"], lift, rtol=1e-5)
+        np.testing.assert_allclose(table[name]["share"], shares[..., index].mean(), rtol=1e-5)
+    assert table["generated"]["tokens"] == (NEW - 1) / 2
+
+    # A model that spreads its attention evenly prefers no span, short or long.
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.zero_()
+    with regard.watch(model, spans=SPANS) as recording:
+        generate(model, inputs)
+    np.testing.assert_allclose([row["lift"] for row in recording.span_mass().spans()], 1, rtol=1e-5)
+
+
 def test_saved_recordings_know_their_prompt(tmp_path):
     model, inputs = TINY["Llama"].build(), TINY["Llama"].inputs("none")
     with regard.watch(model, spans=SPANS) as recording:

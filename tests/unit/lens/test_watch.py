@@ -246,6 +246,30 @@ def test_a_layer_without_weights_is_rejected():
     assert list(recording) == ["1"]
 
 
+def test_linear_attention_in_a_processor_has_no_weights_to_record():
+    class LinearAttnProcessor:
+        def __call__(self, features):
+            return features @ (features.mT @ features)
+
+    class Attention(nn.Module):
+        """Attention as diffusers builds it: the processor chooses how it is computed."""
+
+        def __init__(self):
+            super().__init__()
+            self.to_q, self.processor = nn.Linear(32, 32), LinearAttnProcessor()
+
+        def forward(self, x):
+            return self.processor(self.to_q(x).relu())
+
+    model = nn.Sequential(Attention(), Block())
+    with regard.watch(model) as recording:
+        model(torch.randn(1, 5, 32))
+    assert list(recording) == ["1"]
+    model[0].processor = lambda features: features
+    with pytest.raises(NotCapturedError, match="'0' was not captured"), regard.watch(model):
+        model(torch.randn(1, 5, 32))
+
+
 def test_a_model_without_any_captured_attention_is_rejected():
     with (
         pytest.raises(

@@ -26,6 +26,19 @@ export function setAttributes(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
 }
 
+// Where the pointer last moved, on the screen.
+let pointerAt = null;
+for (const type of ["pointermove", "pointerdown"]) {
+  addEventListener(type, ({ screenX, screenY }) => { pointerAt = [screenX, screenY]; }, { capture: true, passive: true });
+}
+
+// A listener of "pointerenter" that ignores a node which scrolls under a resting pointer: the keyboard has moved then.
+export function whenPointedAt(handler) {
+  return ({ screenX, screenY }) => {
+    if (pointerAt?.[0] !== screenX || pointerAt?.[1] !== screenY) handler();
+  };
+}
+
 export function tokenElement(text) {
   return el("bdi", { class: "token" }, text);
 }

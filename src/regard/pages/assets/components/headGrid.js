@@ -1,5 +1,5 @@
 // All heads as thumbnails, ordered by layer or by a measure. The grid is one tab stop: arrow keys move, Enter opens.
-import { el } from "./dom.js";
+import { el, whenPointedAt } from "./dom.js";
 import { capitalise, formatShort } from "./format.js";
 import { paintThumbnail } from "./thumbnails.js";
 
@@ -48,7 +48,7 @@ export function createHeadGrid({ cells, onOpen, onPoint }) {
     const sign = worst ? el("span", { class: `sign ${worst}`, "aria-hidden": "true" }, SIGNS[worst]) : [];
     cell.caption = el("span", { class: "caption" });
     cell.node = el("button", { type: "button", class: cell.isMean ? "head mean" : "head", tabindex: "-1", onclick: () => onOpen(cell),
-      onfocus: () => onFocus(cell), onpointerenter: () => onPoint(cell) }, canvas, sign, cell.caption);
+      onfocus: () => onFocus(cell), onpointerenter: whenPointedAt(() => onPoint(cell)) }, canvas, sign, cell.caption);
     cell.node.dataset.head = headKey(cell);
     if (!cell.hasWeights) cell.node.classList.add("no-weights");
     cellOfNode.set(cell.node, cell);

@@ -1,5 +1,5 @@
 // A text whose tokens are buttons in running lines. A long text is shown a part at a time, with a strip of the whole.
-import { el, tokenElement } from "./dom.js";
+import { el, tokenElement, whenPointedAt } from "./dom.js";
 import { formatCount, formatNumber } from "./format.js";
 
 export const PART = 1000; // tokens that are shown at a time
@@ -33,7 +33,7 @@ export function createTextBlock({ names, label, onSelect, onPoint, decorate = nu
   function createButton(name, position) {
     const [space, text] = write(name, position), ends = NEWLINE.test(name);
     const button = el("button", { type: "button", class: "word", tabindex: "-1", "aria-pressed": "false",
-      onclick: () => onSelect(position), onpointerenter: () => onPoint(position), onfocus: () => onFocus(button, position) },
+      onclick: () => onSelect(position), onpointerenter: whenPointedAt(() => onPoint(position)), onfocus: () => onFocus(button, position) },
     tokenElement(ends ? "↵" : text));
     return [button, [space ? " " : el("wbr"), button, ends ? el("br") : []]];
   }
