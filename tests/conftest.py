@@ -33,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--block-loop", action="store_true", help="run as if the compiled measure pass were not built"
     )
+    parser.addoption("--library", type=Path, help="the library of the compiled pass to test, as in a wheel")
+    parser.addoption("--wheels", type=Path, help="folder of the files that scripts/release built")
     parser.addoption(
         "--every-dtype", action="store_true", help="run each shape and mask of the GPU kernels at every dtype"
     )
@@ -44,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--nightly", action="store_true", help="run the tests marked nightly too")
     parser.addoption("--seeds", type=int, default=1, help="of each fault of a survey")
+    parser.addoption("--first-seed", type=int, default=0, help="of the faults of a survey")
     parser.addoption("--runs", type=int, default=30, help="number of random runs of tiny models")
     parser.addoption("--case-seed", type=int, default=20261114, help="seed that cases are drawn with")
 
@@ -59,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[CHOSEN] = choose_tests(list_changed_files())
     if config.getoption("--block-loop"):
         library.LIBRARY_FILE = Path("not built")
+    if config.getoption("--library"):
+        library.LIBRARY_FILE = config.getoption("--library").resolve(strict=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

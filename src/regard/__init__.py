@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from regard import survey as survey
     from regard import testing as testing
     from regard import transformers as transformers
+    from regard import vllm as vllm
     from regard.core.explanation import Explanation as Explanation
     from regard.diagnosis.compare import compare as compare
     from regard.diagnosis.doctor import doctor as doctor
@@ -131,6 +132,7 @@ _LAZY_PACKAGES = (
     "survey",
     "testing",
     "transformers",
+    "vllm",
 )
 _LAZY_NAMES = {
     "Explanation": "regard.core.explanation",

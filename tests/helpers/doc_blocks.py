@@ -5,6 +5,14 @@ from __future__ import annotations
 import doctest
 import re
 
+# Guides that tests/third_party runs, in an environment of its own.
+ELSEWHERE = (
+    "25-words-of-a-diffusion-model.md",
+    "26-a-vision-transformer-of-timm.md",
+    "27-contacts-of-a-protein.md",
+    "28-a-long-answer-over-an-image.md",
+)
+
 
 def run_page(text: str, name: str) -> int:
     """Run the blocks of a page one after the other with the same names; how many there were."""

@@ -29,7 +29,8 @@ pytestmark = [
 
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(metafunc.config.getoption("--seeds")))
+        first = metafunc.config.getoption("--first-seed")
+        metafunc.parametrize("seed", range(first, first + metafunc.config.getoption("--seeds")))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ COMPAT = runpy.run_path(str(ROOT / "scripts/compat"))
 RESULTS = json.loads((ROOT / "docs/compatibility.json").read_text())
 ROWS = {row["name"]: row for row in RESULTS["stacks"]}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-USER_EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in ("dev", "docs")]
+USER_EXTRAS = [*PROJECT["optional-dependencies"]]
 PYTHONS = [
     line.split(":: ")[-1]
     for line in PROJECT["classifiers"]

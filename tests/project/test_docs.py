@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.doc_blocks import run_page
+from tests.helpers.doc_blocks import ELSEWHERE, run_page
 from tests.helpers.nightly import keep_in_ci
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,11 @@ NOTEBOOK = "---\nfile_format: mystnb\n"  # run when the site is built, see test_
 MADE = ROOT / "docs/reference"  # from the docstrings, whose examples run where they stand
 WRITTEN = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - set(MADE.glob("*.md")))
 PAGES = [
-    page for page in WRITTEN if not page.read_text().startswith(NOTEBOOK) and "```python" in page.read_text()
+    page
+    for page in WRITTEN
+    if not page.read_text().startswith(NOTEBOOK)
+    and "```python" in page.read_text()
+    and page.name not in ELSEWHERE
 ]
 
 
@@ -90,12 +94,27 @@ def test_the_page_of_supported_models_lists_every_result_and_every_reason(monkey
     monkeypatch.syspath_prepend(ROOT / "docs/_ext")
     page = importlib.import_module("supported_models")
     results = json.loads((ROOT / "docs/supported-models.json").read_text("utf-8"))
-    rows = dict(
-        re.findall(r'<tr><th .*?<span class="pre">(\w+)</span>.*?</th>(.*)</tr>', page.models_table(results))
+    found = re.findall(
+        r'<tr><td>(\w+)</td><th .*?<span class="pre">(.+?)</span>.*?</th>(.*)</tr>',
+        page.models_table(results),
     )
-    assert rows.keys() == results["models"].keys() and len(rows) <= results["listed"]
+    rows = {name if package == "transformers" else f"{package}.{name}": row for package, name, row in found}
+    assert rows.keys() == results["models"].keys() and len(rows) == len(found)
     for name, model in results["models"].items():
-        *answers, notes = re.findall(r"<td>(.*?)</td>", rows[name])
+        *answers, compared, version, date, notes = re.findall(r"<td>(.*?)</td>", rows[name])
+        assert version and re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+        assert bool(compared) >= ("package" in model and answers[0] == "yes")
         good = [model.get(key, [""])[0] in page.ANSWERS for key in ("watch", "intervene", "implementation")]
         assert [answer != "–" for answer in answers] == good
         assert bool(notes) >= any(answer.startswith(("no", "fails")) for answer in answers), name
+
+
+def test_at_least_40_models_of_other_packages_have_rows_from_runs():
+    pytest.importorskip("torch")
+    table = importlib.import_module("tests.third_party.models").MODELS
+    results = json.loads((ROOT / "docs/supported-models.json").read_text("utf-8"))["models"]
+    rows = {name: row for name, row in results.items() if "package" in row}
+    assert rows.keys() == table.keys()  # `scripts/docs third-party --write` after a change
+    assert {row["watch"][0] for row in rows.values()} == {"captured", "rejected"}
+    assert {row["intervene"][0] for row in rows.values()} <= {"edited", "refused"}
+    assert sum(row["watch"][0] == "captured" for row in rows.values()) >= 40

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = [name for name in PROJECT["optional-dependencies"] if name not in ("dev", "docs")]
+EXTRAS = [*PROJECT["optional-dependencies"]]
 REQUIREMENTS = [
     requirement
     for name in ("", *EXTRAS)

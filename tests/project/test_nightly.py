@@ -121,6 +121,25 @@ def test_a_stage_that_passed_is_not_run_again(tmp_path):
     assert list(tmp_path.iterdir()) == [state]  # no log, so nothing ran
 
 
+def test_stages_side_by_side_give_the_same_results(tmp_path, monkeypatch, capsys):
+    own = NIGHTLY["main"].__globals__
+    code = "import time; time.sleep(0.2); print('1 cases ran')"
+    stages = [make_stage(code, cases=r"(\d) cases")._replace(name=name) for name in "abc"]
+    monkeypatch.setitem(own, "STAGES", (*stages, stages[0]._replace(name="d", uses_every_core=True)))
+    monkeypatch.setattr(sys, "argv", ["nightly", "--jobs", "2", "--state", str(tmp_path / "state.json")])
+    assert NIGHTLY["main"]() == 0
+    assert sorted(json.loads((tmp_path / "state.json").read_text())["stages"]) == ["a", "b", "c", "d"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("d ")
+
+
+def test_a_seed_belongs_to_a_commit(tmp_path):
+    seed = NIGHTLY["choose_seed"](NIGHTLY["read_commit"]())
+    assert NIGHTLY["choose_seed"]("00000ff" + "0" * 33) == 255
+    stage = make_stage("import sys; print(sys.argv[1], 'cases')", cases=r"(\d+) cases")
+    stage = stage._replace(commands=((*stage.commands[0], "SEED"),))
+    assert NIGHTLY["run_stage"](stage, tmp_path)["cases"] == seed
+
+
 def test_states_of_two_commits_or_of_changed_files_make_no_page():
     first, second = ({"commit": letter * 40, "changed": False, "stages": {}} for letter in "ab")
     with pytest.raises(SystemExit, match="several commits: aaaaaaaaaa, bbbbbbbbbb"):
@@ -135,6 +154,9 @@ def test_stages_are_added_to_the_page():
     merged = NIGHTLY["merge_states"]([RESULTS, state])
     assert merged["stages"] == {**RESULTS["stages"], "soak": result}
     assert NIGHTLY["merge_states"]([RESULTS]) == RESULTS
+    later = NIGHTLY["merge_states"]([RESULTS, {**state, "commit": "e" * 40}])
+    assert later["commit"] == RESULTS["commit"]
+    assert later["stages"] == {**RESULTS["stages"], "soak": result | {"commit": "e" * 40}}
 
 
 def test_the_page_is_generated_from_the_results():
@@ -246,11 +268,13 @@ def test_noticed_mutants_are_kept_until_their_function_changes(tmp_path):
 
 
 def test_the_lowest_and_the_newest_numpy_are_tested_every_night_and_imported_in_ci():
-    assert ("scripts/compat",) in [command[1:] for command in STAGES["compat"].commands]
     compat = runpy.run_path(str(ROOT / "scripts/compat"))
     stacks = {stack.name: stack for stack in compat["STACKS"]}
     for name in ("Python 3.11, lowest NumPy", "Python 3.13, newest NumPy"):
         assert stacks[name].areas == ("matrix",)
+        assert name in STAGES["compat"].commands[0]
+    weekly = (ROOT / ".github/workflows/compatibility.yml").read_text()
+    assert "cron:" in weekly and "scripts/compat --list" in weekly  # every stack
     folders = {f"tests/unit/{name}" for name in ("core", "masks", "measures", "render")}
     files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/unit").glob("test_*.py")}
     assert folders | files <= {*compat["TESTS"]["matrix"]}

@@ -26,9 +26,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def declared() -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    return [Requirement(line) for line in sum(extras, start=project["dependencies"])]
+    read = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = (read["dependency-groups"][name] for name in ("dev", "docs"))
+    lists = (*read["project"]["optional-dependencies"].values(), *groups)
+    return [Requirement(line) for line in sum(lists, start=read["project"]["dependencies"])]
 
 
 def installed(name: str) -> str | None:
@@ -63,7 +64,7 @@ def test_a_version_below_the_lowest_is_seen(version):
 
 def find_caps(extras: dict[str, list[str]]) -> list[str]:
     """The requirements of users that exclude later releases."""
-    lines = [line for name, lines in extras.items() if name not in ("dev", "docs") for line in lines]
+    lines = [line for lines in extras.values() for line in lines]
     capping = ("<", "<=", "==", "===", "~=", "!=")
     return [line for line in lines if any(part.operator in capping for part in Requirement(line).specifier)]
 
@@ -72,7 +73,7 @@ def test_what_users_install_has_lower_bounds_and_no_caps():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"] | {"": project["dependencies"]}
     assert find_caps(extras) == [] and "<" not in project["requires-python"]
-    users = [Requirement(line) for name in extras if name not in ("dev", "docs") for line in extras[name]]
+    users = [Requirement(line) for lines in extras.values() for line in lines]
     assert [r.name for r in users if not r.specifier and r.name != "regard"] == []
     assert find_caps({"torch": ["torch>=2.9,<2.16", "numpy"]}) == ["torch>=2.9,<2.16"]
 

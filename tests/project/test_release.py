@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import os
 import re
 import runpy
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,12 +52,13 @@ def pins(name: str) -> dict[str, Pin]:
 
 
 def asked(pyproject: str, *, group: str | None = None) -> dict[str, list[Requirement]]:
-    """What pyproject.toml asks for, all extras, or of one dependency group; regard itself left out."""
+    """What pyproject.toml asks for: all extras with docs and dev, or one dependency group; regard itself left out."""
     read = tomllib.loads(pyproject)
     project = read["project"]
     lines = read["dependency-groups"][group] if group else project["dependencies"]
     if group is None:
-        lines = sum(project["optional-dependencies"].values(), start=lines)
+        groups = (read["dependency-groups"][name] for name in ("docs", "dev"))
+        lines = sum((*project["optional-dependencies"].values(), *groups), start=lines)
     found: dict[str, list[Requirement]] = {}
     for requirement in map(Requirement, lines):
         found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
@@ -86,8 +89,7 @@ def locked() -> dict[str, Pin]:
 def test_the_lists_agree_with_pyproject():
     hint = "run scripts/lock"
     assert disagreements(asked(PYPROJECT), locked()) == [], hint
-    for group in ("release", "wheels"):
-        assert disagreements(asked(PYPROJECT, group=group), pins(group)) == [], hint
+    assert disagreements(asked(PYPROJECT, group="release"), pins("release")) == [], hint
 
 
 @pytest.mark.parametrize(
@@ -126,13 +128,16 @@ def test_every_file_is_named_by_its_hash_and_no_registry_is():
         "bertviz",
         "ci",
         "loggers",
+        "older-tools",
         "run",
         "release",
+        "third-party",
+        "tools",
         "torch",
         "torch-cpu",
         "triton",
+        "vllm",
         "weights",
-        "wheels",
     } | engines == names
     for name in names:
         assert pins(name)
@@ -141,7 +146,7 @@ def test_every_file_is_named_by_its_hash_and_no_registry_is():
 
 
 def test_nothing_of_cuda_is_installed_beside_the_cpu_build():
-    listed = pins("ci").keys() | pins("run").keys()
+    listed = pins("ci").keys() | pins("run").keys() | pins("vllm").keys()
     assert [name for name in listed if re.match(r"cuda|nvidia|triton|torch$", name)] == []
 
 
@@ -212,7 +217,7 @@ def test_a_release_is_one_command(tiny):
 def test_a_build_that_comes_out_otherwise_is_seen(tmp_path, monkeypatch):
     number = itertools.count()
 
-    def build(source: Path, out: Path) -> dict[str, str]:
+    def build(source: Path, out: Path, platforms: Iterable[str]) -> dict[str, str]:
         out.mkdir()
         with tarfile.open(out / "tiny-0.1.0.tar.gz", "w:gz") as archive:
             archive.add(__file__, "tiny-0.1.0/tiny.py")
@@ -326,12 +331,58 @@ def test_versions_out_of_step_are_seen(version, changelog, citation, says):
     assert says in found
 
 
+def test_links_of_the_package_page_are_absolute_and_lead_to_files():
+    pytest.importorskip("hatchling")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "metadata"], cwd=ROOT, capture_output=True, check=True
+    )
+    metadata = json.loads(done.stdout)
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)#]+)", metadata["readme"]["text"])
+    source = metadata["urls"]["Source"]
+    assert [link for _, link in links if not link.startswith("https://")] == []
+    assert all(url.startswith(source) for url in metadata["urls"].values())
+    own = [(mark, link) for mark, link in links if "/main/" in link or "/v" in link]
+    assert len(own) > 15 and any(mark for mark, _ in own)
+    for mark, link in own:
+        assert link.startswith("https://raw." if mark else source)
+        assert (ROOT / re.split(r"/(?:main|v[\d.]+)/", link, maxsplit=1)[1]).exists(), link
+
+
+def test_the_page_of_machines_is_made_from_the_reports():
+    machines = importlib.import_module("scripts.pages.machines")
+    reports = machines.read_reports()
+    assert (
+        reports and (ROOT / "docs/machines.md").read_text() == machines.format_page(reports).rstrip() + "\n"
+    )
+    texts = [path.read_text() for path in (ROOT / "docs/machines").iterdir()]
+    assert not any(re.search(r"/(?:home|Users|root|tmp)/", text) for text in texts)
+
+
+def test_a_missing_device_is_named_until_its_report_comes():
+    machines = importlib.import_module("scripts.pages.machines")
+    (report, *_) = machines.read_reports()
+    assert machines.list_missing([report])[0] == "NVIDIA GPUs (CUDA)"
+    device = {"device": {"type": "cuda", "hip": None, "model": "A"}, "cases": [{"count": 5, "failed": 1}]}
+    wrong = {**report, "device": device, "problems": ["1 of 5 cases failed"]}
+    assert machines.list_missing([wrong])[0] == "AMD GPUs (ROCm)"
+    assert machines.format_machine(wrong)[-1] == "**1**: 1 of 5 cases failed"
+    assert machines.find_device_kind({"device": {"device": {"type": "cuda", "hip": "7"}}}) == "ROCm"
+
+
+def test_the_citation_has_what_the_format_asks():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads(PYPROJECT)["project"]
+    assert {"cff-version", "message", "title", "authors", "license", "repository-code"} <= cited.keys()
+    assert cited["repository-code"] == project["urls"]["Source"] and cited["license"] == project["license"]
+    assert cited["abstract"] == project["description"]
+
+
 def test_security_names_the_ranges_that_are_declared():
     project = tomllib.loads(PYPROJECT)["project"]
     wanted = {"Python": (project["requires-python"], set())}
     for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
         for requirement in map(Requirement, lines):
-            if extra in ("docs", "dev") or requirement.name == "regard":
+            if requirement.name == "regard":
                 continue
             name = "NumPy" if requirement.name == "numpy" else requirement.name
             # hf brings what torch brings
@@ -394,7 +445,7 @@ def test_jobs_may_do_what_they_must_and_no_more():
     }
     publish = dict(jobs())["release.yml, publish"]
     assert publish["environment"] == "pypi"
-    assert set(publish["needs"]) == {"ci", "build", "wheels"}
+    assert set(publish["needs"]) == {"ci", "build", "install"}
     assert publish["steps"][-1]["with"]["attestations"] is True
 
 
@@ -414,7 +465,7 @@ def test_workflows_name_what_is_there():
     assert not any("${{" in command for command in commands)  # values come in by the environment
     named = re.findall(r"(?:scripts|requirements|\.ci)/[\w./-]+", " ".join(commands))
     scripts = {f"scripts/{name}" for name in ("compat", "nightly", "release", "setup")}
-    assert {".ci/run", "requirements/release.txt", "requirements/wheels.txt"} | scripts == set(named)
+    assert {".ci/run", "requirements/release.txt", "requirements/newest.txt"} | scripts == set(named)
     assert all((ROOT / name).is_file() for name in named)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -396,18 +397,33 @@ def selfcheck(
             help="Also check this device, e.g. cuda or mps; takes about two minutes.",
         ),
     ] = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="FILE",
+            help="Write the report to a JSON file to post. Without --device, it checks the GPU that torch finds.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Check that regard computes the right numbers with the installed versions, on generated cases.
 
-    The exit code is 1 if something is wrong. The report has versions and settings, but no paths or names: paste the
-    output of --json into an issue.
+    The exit code is 1 if something is wrong. The report has versions and settings, but no paths or names: post the file
+    that --report writes in an issue.
     """
+    from regard.testing.device_check import find_device
     from regard.testing.installation import check_installation
 
     printer = Printer(as_json)
+    if report_file is not None and device is None:
+        device = find_device()
     report = check_installation(cases, device=device)
+    if report_file is not None:
+        report_file.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", "utf-8")
     _print_report(printer, report)
+    if report_file is not None:
+        printer.print(f"Wrote {report_file}. Post it with the issue form 'A check of your machine'.")
     printer.record(report.to_dict())
     return 0 if report.ok else 1
 

@@ -328,6 +328,16 @@ def check_device(
     }
 
 
+def find_device() -> str | None:
+    """Return the type of the accelerator that torch finds, such as "cuda"; None without one, or without torch."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
 def describe_device(device: str) -> dict[str, Any]:
     """Describe a device: its model, its memory, and what decides which kernels run on it."""
     import torch
