@@ -340,8 +340,9 @@ class PeerGroup:
                     return None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
+            # The others may have given up before this rank came, which its heartbeat has not read yet.
             if self._store.check(["fault"]):
-                return None  # the others gave up before this rank came, and the next beat would tell it too late
+                return None
             messages: list[bytes] = self._store.multi_get(keys)
             if self._count > 2:  # all ranks have read it: they are at this operation
                 self._store.delete_key(f"call/{self._count - 2}/{self.rank}")
