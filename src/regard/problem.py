@@ -430,6 +430,8 @@ def find_arrays(*parts: Any) -> list[Any]:
     for part in parts:
         if part is None or isinstance(part, (str, int, float, IntParameter)):
             continue  # most fields, for which `hasattr` would cost a microsecond
+        if isinstance(part, Mask) and part.is_constant:
+            continue
         if isinstance(part, (Mask, ScoreMod)):
             arrays += find_arrays(*vars(part).values())
         elif isinstance(part, (list, tuple)):

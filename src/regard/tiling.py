@@ -37,7 +37,8 @@ class TileSizes:
         whole: Weights up to which a matrix is computed as a single tile, if they fit into `rows` × `columns`.
         cached_scores: Scores of a band up to which they are cached between the two passes, not recomputed.
         mask_rows: Rows at which a mask without larger structure is split.
-        mask_tile_rows: Rows of a band of a fused call that needs a mask tile; the tile is at most rows × kv_len.
+        mask_tile_rows: Rows of a band of a fused call that needs a mask tile.
+        mask_tile_entries: Entries of a mask tile, above which a band has fewer rows, but not fewer than 32.
         joined_columns: Columns up to which adjoining blocks of a band are joined into one fused call.
         linear_chunk: Queries and keys of a chunk of linear attention.
         topk_columns: Columns that top-k collects before it searches them.
@@ -51,6 +52,7 @@ class TileSizes:
     cached_scores: int = 1 << 22
     mask_rows: int = 256
     mask_tile_rows: int = 512
+    mask_tile_entries: int = 1 << 21
     joined_columns: int = 2048
     linear_chunk: int = 256
     topk_columns: int = 4096
@@ -61,6 +63,10 @@ class TileSizes:
         if not has_few_rows(shape):
             return self
         return replace(self, columns=max(self.columns, self.entries // max(1, shape[0] * shape[1])))
+
+    def limit_tile_rows(self, columns: int) -> int:
+        """Return the most rows of a band whose mask tile has some columns."""
+        return min(self.mask_tile_rows, max(32, self.mask_tile_entries // max(1, columns)))
 
     def split_rows(self, count: int) -> Iterator[IntArray]:
         """Split `count` rows into bands of at most `rows` each, in order."""

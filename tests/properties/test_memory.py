@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,8 +91,10 @@ print(json.dumps(peaks))
 def find_peaks(mask: str, names: tuple[str, ...], *lengths: int) -> dict[str, list[int]]:
     """Return the bytes that a process grows by at most, for each measure and length."""
     command = [sys.executable, "-c", PROGRAM, mask, ",".join(names), ",".join(map(str, lengths))]
+    # Otherwise glibc keeps freed arrays of many sizes, which then count although nothing uses them.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     peaks: dict[str, list[int]] = json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     )
     return peaks
 
@@ -109,7 +112,7 @@ def find_superlinear(peaks: dict[str, list[int]]) -> dict[str, list[int]]:
     ("mask", "names"),
     [
         ("causal", ("topk 1024",)),
-        pytest.param("random documents", ("lse", "entropy"), marks=pytest.mark.nightly),
+        ("random documents", ("lse", "entropy")),
     ],
 )
 def test_14_twice_the_tokens_take_twice_the_memory(mask: str, names: tuple[str, ...]) -> None:

@@ -114,8 +114,10 @@ def _expand_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]
 
     An ellipsis that stands for no axis stays: in NumPy it separates an array from an integer, which moves axes.
     """
-    given = sum(entry is not None and entry is not Ellipsis for entry in entries)
-    dots = sum(entry is Ellipsis for entry in entries)
+    given = dots = 0
+    for entry in entries:
+        dots += entry is Ellipsis
+        given += entry is not None and entry is not Ellipsis
     if given > ndim or dots > 1:
         raise IndexOutOfRangeError(
             operation,

@@ -162,11 +162,33 @@ def compute_whole(problem: Problem) -> tuple[Array, Array] | None:
     """
     if not is_whole(problem):
         return None
-    engine = problem.engine
-    with engine.suppress_warnings():
-        scores = problem.compute_all_scores()
-        weights = engine.softmax(scores)
+    with problem.engine.suppress_warnings():
+        return _compute_tile(problem)
+
+
+def _compute_tile(problem: Problem) -> tuple[Array, Array] | None:
+    scores = problem.compute_all_scores()
+    weights = problem.engine.softmax(scores)
     return None if weights is None else (scores, weights)
+
+
+def measure_whole(problem: Problem, measures: Sequence[Measure]) -> list[Any] | None:
+    """Run measures over a matrix that is a single tile; None if it is not, or the loop must compute them."""
+    arrays = [array for measure in measures if (array := getattr(measure, "array", None)) is not None]
+    engine, shape = problem.engine, problem.shape
+    if not measures or (arrays and engine.requires_grad(problem, *arrays)) or not is_whole(problem):
+        return None
+    with engine.suppress_warnings():
+        if (whole := _compute_tile(problem)) is None:
+            return None
+        (scores, weights), xp, results = whole, engine.xp, []
+        q_idx = take_range(xp.arange(shape[1]), 0, shape[1])
+        kv_idx = q_idx if shape[2] == shape[1] else take_range(xp.arange(shape[2]), 0, shape[2])
+        for measure in measures:
+            bound: Any = measure.bind(problem)
+            state = bound.step(bound.init(shape, xp), weights, scores, q_idx, kv_idx, xp)
+            results.append(bound.finish(resolve_sums(bound.compact(state))))
+    return results
 
 
 def run_measures(
@@ -177,19 +199,8 @@ def run_measures(
     Returns:
         The result of each measure, and the statistics; those of a small matrix are `known`.
     """
-    arrays = [array for measure in measures if (array := getattr(measure, "array", None)) is not None]
-    needs_loop = not measures or (arrays and problem.engine.requires_grad(problem, *arrays))
-    whole = None if needs_loop else compute_whole(problem)
-    if whole is None:
-        return run_block_loop(problem, measures, known)
-    (scores, weights), xp, results = whole, problem.engine.xp, []
-    q_idx, kv_idx = (take_range(xp.arange(n), 0, n) for n in problem.shape[1:])
-    with problem.engine.suppress_warnings():
-        for measure in measures:
-            bound: Any = measure.bind(problem)
-            state = bound.step(bound.init(problem.shape, xp), weights, scores, q_idx, kv_idx, xp)
-            results.append(bound.finish(resolve_sums(bound.compact(state))))
-    return results, known
+    results = measure_whole(problem, measures)
+    return run_block_loop(problem, measures, known) if results is None else (results, known)
 
 
 def compute_stats(problem: Problem, *, compiled: bool) -> SoftmaxStats:

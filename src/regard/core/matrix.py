@@ -31,6 +31,7 @@ from regard.core.block_loop import (
     SoftmaxStats,
     compute_entries,
     compute_whole,
+    measure_whole,
     run_block_loop,
     run_measures,
 )
@@ -1073,9 +1074,11 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
 
     def _run_measures(self, chosen: dict[str, Measure]) -> dict[str, Any]:
         """Compute the results of measures by name, with their leading axes."""
-        engine, problem = self.problem.engine, self.problem
+        problem = self.problem
         products, shared = self._split_outputs(chosen)
         results: dict[str, Any] = {}
+        if not products and (whole := measure_whole(problem, list(shared.values()))) is not None:
+            return dict(zip(shared, map(self._restore_leading_axes, whole), strict=True))
         done = compute_measured_product(problem, products, shared)
         if done is not None:
             self._kernel_used = done.kernel
@@ -1087,7 +1090,7 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
                 assert isinstance(output, Output)
                 results[name] = self @ output.value
             stats = self._get_stats()
-            if engine.requires_grad(problem):
+            if problem.engine.requires_grad(problem):
                 computed, _ = run_block_loop(problem, list(shared.values()), stats)
                 return results | dict(zip(shared, map(self._restore_leading_axes, computed), strict=True))
             done = compute_measures(problem, shared, stats)

@@ -352,7 +352,11 @@ class TorchEngine:
     # Gradients
 
     def requires_grad(self, problem: Problem, *arrays: Array) -> bool:
-        own = (problem.query, problem.key, problem.sink, *find_arrays(problem.score_mods))
+        if not torch.is_grad_enabled():
+            return False
+        if problem.query.requires_grad or problem.key.requires_grad:
+            return True
+        own = find_arrays(problem.sink, problem.score_mods) if problem.score_mods or problem.has_sink else ()
         return any(map(fused.requires_grad, (*own, *arrays)))
 
     def differentiate(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,8 @@ MAX_SCANNED, _SCANNED = 1 << 15, (torch.float32, torch.float64)
 FEW_KEYS = 64
 # Most entries of a mask, for each (batch, head) pair, that is not split into bands and blocks.
 MAX_TILE_ENTRIES = 1 << 16
+# Most entries, over all pairs, of a tile that matrices with equal masks share.
+SHARED_TILE_ENTRIES = 16 * MAX_TILE_ENTRIES
 MAX_PAIRS = kernels.MAX_PAIRS
 
 
@@ -162,41 +165,62 @@ class MaskTile:
         frame: All (batch, head) pairs, (batch, heads), and the lengths.
         dtype: Dtype of query and key.
         engine: The torch engine of their device.
+        is_shared: Whether matrices with an equal mask may use the same numbers, as the layers of a model do.
     """
 
-    def __init__(self, mask: Mask, frame: Frame, dtype: Any, engine: Any) -> None:
+    def __init__(self, mask: Mask, frame: Frame, dtype: Any, engine: Any, *, is_shared: bool) -> None:
         self._mask, self._frame, self._dtype, self._engine = mask, frame, dtype, engine
-        self._arrays = find_arrays(mask)
+        self._is_shared = is_shared
+        self._arrays = [] if is_shared else find_arrays(mask)
         self._changes: list[int] | None = None
 
     @staticmethod
-    def fits(mask: Mask, frame: Frame, num_inputs: int) -> bool:
-        """Return whether a tile of the whole mask is small, also beside query and key of `num_inputs` entries."""
+    def prepare(mask: Mask, query: Tensor, key: Tensor, engine: Any) -> MaskTile | None:
+        """Return the tile of a mask of query and key, (batch, heads, length, head_dim); None if it is not small."""
+        frame = Frame((query.shape[0], query.shape[1]), query.shape[2], key.shape[2])
         entries = frame.q_len * frame.kv_len
         pairs = math.prod(frame.leading_shape if mask.varies_by_head else frame.leading_shape[:1])
-        return entries <= MAX_TILE_ENTRIES and pairs * entries <= max(16 * MAX_TILE_ENTRIES, num_inputs)
+        limit = max(SHARED_TILE_ENTRIES, query.numel() + key.numel())
+        if entries > MAX_TILE_ENTRIES or pairs * entries > limit:
+            return None
+        is_shared = (
+            mask.is_constant
+            and pairs * entries <= SHARED_TILE_ENTRIES
+            and type(query) is type(key) is torch.Tensor
+            and not torch.compiler.is_compiling()
+        )
+        return MaskTile(mask, frame, query.dtype, engine, is_shared=is_shared)
 
     def read(self) -> Tensor:
         """Return the numbers, (batch or 1, heads or 1, q_len or 1, kv_len)."""
         changes = self._engine.count_changes(self._arrays)
         if changes != self._changes:
-            self._changes, self._built = changes, self._build()
+            build = _build_shared_tile if self._is_shared else _build_tile
+            self._changes, self._built = changes, build(self._mask, self._frame, self._dtype, self._engine)
         return self._built
-
-    def _build(self) -> Tensor:
-        mask, frame = self._mask, self._frame
-        batch, heads = frame.leading_shape
-        is_whole = mask.varies_by_head or heads == 1
-        part = frame if is_whole else frame.select(np.arange(0, batch * heads, heads))
-        allowed = mask.allows_all(part, self._engine.xp)
-        own = (batch, heads) if mask.varies_by_head and len(allowed) > 1 else (len(allowed), 1)
-        # The numbers that the public function converts a boolean mask to.
-        tile = torch.full(allowed.shape, -math.inf, dtype=self._dtype).masked_fill_(allowed, 0.0)
-        return tile.view(*own, *tile.shape[1:])
 
     def find_empty_rows(self) -> Tensor:
         """Return which rows have no live keys: (batch, heads, q_len)."""
         return (self._built == -math.inf).all(-1).expand(*self._frame.leading_shape, self._frame.q_len)
+
+
+def _build_tile(mask: Mask, frame: Frame, dtype: Any, engine: Any) -> Tensor:
+    """Build the numbers that a mask adds to the scores: (batch or 1, heads or 1, q_len or 1, kv_len)."""
+    batch, heads = frame.leading_shape
+    is_whole = mask.varies_by_head or heads == 1
+    part = frame if is_whole else frame.select(np.arange(0, batch * heads, heads))
+    allowed = mask.allows_all(part, engine.xp)
+    own = (batch, heads) if mask.varies_by_head and len(allowed) > 1 else (len(allowed), 1)
+    # The numbers that the public function converts a boolean mask to.
+    tile = torch.full(allowed.shape, -math.inf, dtype=dtype).masked_fill_(allowed, 0.0)
+    return tile.view(*own, *tile.shape[1:])
+
+
+@lru_cache(maxsize=8)
+def _build_shared_tile(mask: Mask, frame: Frame, dtype: Any, engine: Any) -> Tensor:
+    """Build the numbers of a mask without arrays, of which equal masks share a copy: at most 32 MB in float32."""
+    with torch.inference_mode(False):  # a tensor made in this mode could not be used with gradients later
+        return _build_tile(mask, frame, dtype, engine)
 
 
 class FastProduct(NamedTuple):
@@ -296,9 +320,7 @@ def prepare_fast_product(
         diagonal = mask.diagonal(frame)
         if diagonal is not None and (diagonal == 0 or diagonal >= kv_len - 1):
             is_causal = diagonal == 0 and kv_len > 1
-        elif kernel.is_cpu_flash and MaskTile.fits(mask, frame, num_outputs + key.numel()):
-            tile = MaskTile(mask, frame, dtype, engine)
-        else:
+        elif not kernel.is_cpu_flash or (tile := MaskTile.prepare(mask, query, key, engine)) is None:
             return None
     if kernel.dtypes is not None:
         if dtype not in kernel.dtypes or batch * heads > MAX_PAIRS:

@@ -73,9 +73,10 @@ def lower_mask(
             corners += [corner for corner in ends if kv_range.start < corner < kv_range.stop]
         columns = np.union1d(column_splits, corners) if corners else column_splits
         band = _lower_band(frame, mask, range(start, stop), columns, kv_range.stop, has_bias, sizes)
-        if len(band.rows) > sizes.mask_tile_rows and any(block.has_tile for block in band.blocks):
-            steps = range(start, stop, sizes.mask_tile_rows)
-            parts = [range(row, min(row + sizes.mask_tile_rows, stop)) for row in steps]
+        tile_columns = max([len(block.columns) for block in band.blocks if block.has_tile], default=0)
+        max_rows = sizes.limit_tile_rows(tile_columns)
+        if tile_columns and len(band.rows) > max_rows:
+            parts = [range(row, min(row + max_rows, stop)) for row in range(start, stop, max_rows)]
             bands += [
                 _lower_band(frame, mask, part, column_splits, kv_range.stop, has_bias, sizes)
                 for part in parts

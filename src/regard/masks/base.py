@@ -187,6 +187,11 @@ class Mask:
         """Whether the mask may differ between the heads of a batch entry."""
         return True
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether equal masks always allow the same entries: the mask holds no array that could be changed in place."""
+        return False
+
     def classify(
         self, q_range: range, kv_range: range, *, shape: tuple[int, ...]
     ) -> Literal["empty", "full", "partial"]:
@@ -360,6 +365,10 @@ class CombinedMask(Mask):
     @property
     def varies_by_head(self) -> bool:
         return any(part.varies_by_head for part in self.parts)
+
+    @property
+    def is_constant(self) -> bool:
+        return all(part.is_constant for part in self.parts)
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or not isinstance(other, CombinedMask):

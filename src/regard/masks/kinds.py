@@ -242,6 +242,10 @@ class WindowMask(Mask):
         return any(side is not None and side.array.ndim > 0 for side in (self.left, self.right))
 
     @property
+    def is_constant(self) -> bool:
+        return True
+
+    @property
     def _name(self) -> str:
         """Name of the constructor, for error messages."""
         return "causal" if self.left is None and self.right == IntParameter(0) else "sliding_window"
@@ -391,6 +395,10 @@ class KeyRangeMask(Mask):
     def varies_by_head(self) -> bool:
         return False
 
+    @property
+    def is_constant(self) -> bool:
+        return True
+
     def check(self, frame: Frame) -> None:
         count = frame.per_batch(self.count.array, 0, self.constructor)
         if self.constructor == "padding" and count.size and count.max() > frame.kv_len:
@@ -478,6 +486,10 @@ class DocumentMask(Mask):
     @property
     def varies_by_head(self) -> bool:
         return False
+
+    @property
+    def is_constant(self) -> bool:
+        return True
 
     def check(self, frame: Frame) -> None:
         lengths = self.query_ids.array.shape[-1], self.ids.array.shape[-1]

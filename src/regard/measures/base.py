@@ -202,7 +202,7 @@ class RowMean(Measure):
     _least_sum: float = field(default=0.0, init=False, compare=False)
 
     def bind(self, problem: Problem) -> Measure:
-        return copy_with(self, _least_sum=self._find_least_sum(problem))
+        return copy_with(self, _least_sum=self._find_least_sum(problem)) if problem.has_sink else self
 
     @staticmethod
     def _find_least_sum(problem: Problem) -> float:

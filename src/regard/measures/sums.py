@@ -64,7 +64,7 @@ class Entropy(RowMean):
     def step(
         self, state: Array, weights: Array, scores: Array, q_idx: Array, kv_idx: Array, xp: Namespace
     ) -> Array:
-        logs = xp.log(xp.clip(weights, float(xp.finfo(weights.dtype).tiny), None))  # 0 · ln tiny is 0
+        logs = xp.log(xp.clip(weights, _find_tiny(xp, weights.dtype), None))  # 0 · ln tiny is 0
         return self.step_logs(state, weights, logs, q_idx, kv_idx, xp)
 
     def value_columns(self, problem: Problem) -> tuple[Array, IntArray] | None:
@@ -95,6 +95,12 @@ class Entropy(RowMean):
         """
         logs *= weights
         return self._add(state, q_idx, -xp.sum(logs, axis=-1), weights, xp)
+
+
+@lru_cache(maxsize=16)
+def _find_tiny(xp: Namespace, dtype: Any) -> float:
+    """Return the smallest normal number of a dtype; asking the namespace takes longer than a small tile."""
+    return float(xp.finfo(dtype).tiny)
 
 
 @dataclass(frozen=True, repr=False)

@@ -134,3 +134,55 @@ def test_one_row_of_one_head_reads_no_other_head():
     A = attention(query, poisoned)
     torch.testing.assert_close(A[0, 2, 0], expected)
     assert count_own_calls(lambda: A[0, 2, 0])["compute_scores"] == 1
+
+
+def multiply_dense(allowed, query=QUERY, value=VALUE):
+    scores = (query @ KEY.mT * 8**-0.5).masked_fill(~torch.as_tensor(allowed), -torch.inf)
+    return torch.nan_to_num(torch.softmax(scores, -1)) @ value
+
+
+def test_equal_masks_share_their_numbers_whatever_mode_made_them():
+    from regard.engines.torch_fused import _build_shared_tile
+
+    _build_shared_tile.cache_clear()
+    with torch.inference_mode():
+        attention(QUERY, KEY, mask=causal() & padding([4, 9])) @ VALUE
+    query = QUERY.clone().requires_grad_()
+    output = attention(query, KEY, mask=padding([4, 9]) & causal()) @ VALUE
+    assert _build_shared_tile.cache_info().hits == 1
+    expected = QUERY.clone().requires_grad_()
+    allowed = (causal() & padding([4, 9])).to_dense(2, 1, 9, 9)
+    torch.testing.assert_close(output, multiply_dense(allowed, expected))
+    output.sum().backward()
+    multiply_dense(allowed, expected).sum().backward()
+    torch.testing.assert_close(query.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 9, 9), (1, 6, 9, 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_that_differ_in_anything_do_not_share(shape, dtype):
+    query, key, value = (x.reshape(*shape[:3], 8).to(dtype) for x in (QUERY, KEY, VALUE))
+    batch = shape[0]
+    for mask in (
+        padding([4] * batch), padding([5] * batch), padding([5] * batch, side="left"), ~padding([4] * batch),
+        document([[0] * 4 + [1] * 5] * batch), document([0] * 4 + [1] * 5), regard.sliding_window(2),
+        causal() & padding([4] * batch), causal() | padding([4] * batch),
+        regard.sliding_window([1, 2, 3] * (shape[1] // 3)),
+    ):  # fmt: skip
+        for _ in range(2):
+            found = attention(query, key, mask=mask) @ value
+            scores = (query @ key.mT * 8**-0.5).masked_fill(
+                ~torch.from_numpy(mask.to_dense(*shape)), -torch.inf
+            )
+            torch.testing.assert_close(found, torch.nan_to_num(torch.softmax(scores, -1)) @ value)
+
+
+def test_a_mask_of_an_array_that_changes_is_read_again():
+    allowed = torch.ones(9, 9, dtype=torch.bool).tril()
+    A = attention(QUERY, KEY, mask=dense(allowed) & padding([9, 9]))
+    torch.testing.assert_close(A @ VALUE, multiply_dense(allowed))
+    allowed[:, 0] = False
+    torch.testing.assert_close(A @ VALUE, multiply_dense(allowed))
+    torch.testing.assert_close(
+        attention(QUERY, KEY, mask=dense(allowed) & padding([9, 9])) @ VALUE, multiply_dense(allowed)
+    )
