@@ -36,6 +36,8 @@ def make_masks(batch: int, n: int) -> dict[str, Callable[[], Mask | None]]:
     generator = np.random.default_rng(0)
     lengths = generator.integers(max(1, n // 4), n + 1, batch)
     ids = np.sort(generator.integers(0, 8, (batch, n)), -1)
+    random_ids = generator.integers(0, 8, n)
+    allowed = torch.from_numpy(generator.random((n, n), np.float32) < 0.9)
     return {
         "no mask": lambda: None,
         "causal": causal,
@@ -44,8 +46,8 @@ def make_masks(batch: int, n: int) -> dict[str, Callable[[], Mask | None]]:
         "causal & padding": lambda: causal() & padding(lengths),
         "documents": lambda: document(ids[0]),
         "documents per entry": lambda: document(ids),
-        "random documents": lambda: document(generator.integers(0, 8, n)),
-        "dense": lambda: dense(torch.from_numpy(generator.random((n, n)) < 0.9)),
+        "random documents": lambda: document(random_ids),
+        "dense": lambda: dense(allowed),
     }
 
 

@@ -484,12 +484,16 @@ class Spec:
     def to_problem(self) -> Problem:
         """Convert to canonical form."""
         frame = Frame.from_shape(self.shape)
+        q_shape, k_shape = tuple(self.query.shape), tuple(self.key.shape)
+        is_plain = q_shape[:-2] == k_shape[:-2] and self.groups == 1
         return (self.problem_class or Problem)(
             engine=self.engine,
-            query=self.query.reshape((num_pairs(self.query), *self.query.shape[-2:])),
-            key=self.key.reshape((num_pairs(self.key), *self.key.shape[-2:])),
-            query_index=broadcast_index(self.query, self.leading_shape, 1),
-            key_index=broadcast_index(self.key, self.leading_shape, self.groups),
+            query=self.query.reshape((math.prod(q_shape[:-2]), *q_shape[-2:])),
+            key=self.key.reshape((math.prod(k_shape[:-2]), *k_shape[-2:])),
+            query_index=frame.selected if is_plain else broadcast_index(self.query, self.leading_shape, 1),
+            key_index=frame.selected
+            if is_plain
+            else broadcast_index(self.key, self.leading_shape, self.groups),
             pair_ids=frame.selected,
             positions=np.arange(frame.q_len),
             frame=frame,
@@ -767,14 +771,9 @@ def leading_shape(
     query: Array, key: Array, enable_gqa: bool, operation: str = "attention"
 ) -> tuple[tuple[int, ...], int]:
     """Compute the leading axes of the matrix, and how many query heads share a key head."""
-    q_shape, k_shape = query.shape, key.shape
-    leading = tuple(q_shape[:-2])
-    if (
-        not enable_gqa
-        and len(q_shape) == len(k_shape) > 1
-        and (*leading, q_shape[-1]) == (*k_shape[:-2], k_shape[-1])
-    ):
-        return leading, 1  # fast path of the common case
+    q_shape, k_shape = tuple(query.shape), tuple(key.shape)  # slicing a `torch.Size` costs a microsecond
+    if not enable_gqa and len(q_shape) > 1 and q_shape[:-2] == k_shape[:-2] and q_shape[-1:] == k_shape[-1:]:
+        return q_shape[:-2], 1  # fast path of the common case
     for name, array in (("query", query), ("key", key)):
         if array.ndim < 2:
             raise ArgumentError(

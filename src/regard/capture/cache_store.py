@@ -13,6 +13,7 @@ query, key, value and lse only, and building its record in full would take most 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,13 +28,11 @@ from torch import nn
 
 from regard.capture.call import Call, CapturedArgs
 from regard.capture.compact_mask import CompactMask, recognise_mask
+from regard.engines.native.library import load_library
 from regard.errors import ArgumentError
 from regard.types import IntArray
 
 Tensor = Any  # the types of torch are not followed
-
-# Numbers that are compared at once.
-CHUNK = 1 << 18
 
 # Dtypes that NumPy also has: its comparisons take a fraction of the time.
 _NUMPY_DTYPES = (torch.float32, torch.float64, torch.float16)
@@ -141,18 +140,32 @@ def match_entries(old: Tensor, new: Tensor, among: list[list[int]] | None = None
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
     """Compare keys of one shape bit by bit, so that NaN equals itself."""
+    if a.is_cpu:
+        library, a_step, b_step = load_library(), _find_step(a), _find_step(b)
+        if library is not None and a_step is not None and b_step is not None:
+            size, count = a.shape[-2] * a.shape[-1] * a.dtype.itemsize, math.prod(a.shape[:-2])
+            return bool(
+                library.regard_have_same_bytes(a.data_ptr(), a_step, b.data_ptr(), b_step, size, count)
+            )
     integer = _INTEGERS[a.dtype.itemsize]
     a, b = a.view(integer), b.view(integer)
-    return have_same_numbers(a.numpy(), b.numpy()) if a.is_cpu else bool(torch.equal(a, b))
+    return bool((a.numpy() == b.numpy()).all() if a.is_cpu else torch.equal(a, b))
 
 
-def have_same_numbers(a: Any, b: Any) -> bool:
-    """Compare NumPy arrays of keys, (…, n, head_dim): the newest key first, then all in chunks."""
-    if a.size <= CHUNK:
-        return bool((a == b).all())
-    rows = max(1, CHUNK * a.shape[-2] // a.size)
-    starts = (a.shape[-2] - 1, *range(0, a.shape[-2], rows))
-    return all(bool((a[..., i : i + rows, :] == b[..., i : i + rows, :]).all()) for i in starts)
+def _find_step(x: Tensor) -> int | None:
+    """Return how many bytes the matrices of an array (…, n, head_dim) are apart; None if that is not one number."""
+    *leading, rows, columns = x.shape
+    *strides, row_stride, column_stride = x.stride()
+    if (column_stride != 1 and columns > 1) or (row_stride != columns and rows > 1):
+        return None
+    axes = [axis for axis in zip(leading, strides, strict=True) if axis[0] != 1]
+    step = axes[-1][1] if axes else 0
+    expected = step
+    for length, stride in reversed(axes):
+        if stride != expected:
+            return None
+        expected = stride * length
+    return int(step * x.dtype.itemsize)
 
 
 class KeyStore:
@@ -335,16 +348,22 @@ class RowSteps:
         self.options = args[4:8]
         self.lock = Lock()
         self._query_shape, self._dtype = call.query.shape, call.query.dtype
-        self._key_shape, self._value_shape = self._expect_shapes(call.key, args.value)
-        self._last_value = (-1,) * args.value.ndim
-        self._numbers = self._next_numbers = _read_integers(call.key)
         self._given: tuple[Any, Any] | None = None  # other arguments of the last step, as they were passed
+        self._library = load_library()
+        self._expect(call.key, args.value)
 
-    @staticmethod
-    def _expect_shapes(key: Tensor, value: Tensor) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of key and value in the next step, given those of the last one."""
-        length = key.shape[-2] + 1
-        return tuple((*tensor.shape[:-2], length, tensor.shape[-1]) for tensor in (key, value))
+    def _expect(self, key: Tensor, value: Tensor) -> None:
+        """Prepare to compare the next step with the last one."""
+        batch, heads, length, head_dim = key.shape
+        self._key_shape = (batch, heads, length + 1, head_dim)
+        self._value_shape = (*value.shape[:2], length + 1, value.shape[3])
+        self._known_key = key.detach()  # the model may give the tensor itself other numbers
+        row = head_dim * key.dtype.itemsize
+        self._layout = (
+            ((length + 1) * row, key.data_ptr(), length * row, length * row, batch * heads)
+            if key.is_contiguous() and self._library is not None
+            else None
+        )
 
     @staticmethod
     def accept(args: CapturedArgs) -> bool:
@@ -373,7 +392,8 @@ class RowSteps:
             key.shape != self._key_shape
             or value.shape != self._value_shape
             or query.shape != self._query_shape
-            or not query.dtype is key.dtype is self._dtype
+            or not query.dtype is key.dtype is value.dtype is self._dtype
+            or not (query.is_cpu and key.is_cpu and value.is_cpu)
         ):
             return False
         if self._given != (args[3:], kwargs):
@@ -385,30 +405,19 @@ class RowSteps:
             return False
         if key.requires_grad or query.requires_grad or value.requires_grad:
             return False
-        if not value.numpy()[self._last_value]:
+        if not value.numpy()[-1, -1, -1, -1]:
             return False  # it may not have been written
-        numbers = _read_integers(key)
-        if numbers.dtype != self._numbers.dtype:
-            return False
-        if not have_same_numbers(numbers[..., :-1, :], self._numbers):
-            return False
-        self._next_numbers = numbers
-        return True
+        if self._layout is not None and key.is_contiguous():  # in most models; without views of the keys
+            return bool(self._library.regard_have_same_bytes(key.data_ptr(), *self._layout))
+        return have_same_bits(key.narrow(-2, 0, key.shape[-2] - 1), self._known_key)
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> None:
         """Add a step for which `matches` returned True."""
         with self.lock:
             self.queries.append(query)
             self.lses.append(lse)
-            self.key, self._numbers = key, self._next_numbers
-            self._key_shape, self._value_shape = self._expect_shapes(key, value)
-
-
-def _read_integers(key: Tensor) -> Any:
-    """Return the bits of keys on the CPU as a NumPy array of integers, of 8 bytes if possible: they are compared."""
-    numbers = key.numpy()
-    is_plain = numbers.strides[-1] == numbers.itemsize and numbers.shape[-1] * numbers.itemsize % 8 == 0
-    return numbers.view(np.int64 if is_plain else f"i{numbers.itemsize}")
+            self.key = key
+            self._expect(key, value)
 
 
 class JoinedCalls:

@@ -445,7 +445,10 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         if self._fast_product:
             fused = self._fast_product(value, self._stats is None and self._fused_lse is None)
             if fused is not None:
-                return self._store_fused(*fused)
+                output, lse, self._kernel_used = fused
+                if lse is not None:
+                    self._keep_lse(lse)
+                return output
         return self._product(value, "A @ value", transposed=False)
 
     def __rmatmul__(self, x: Array) -> ArrayT:
@@ -934,7 +937,12 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         *leading, rows = resolved.positions[:-1]
         kept = resolved.kept[:-2]
         spec, shape = self._spec, self._spec.leading_shape
-        pairs = np.arange(len(self.problem.pair_ids)).reshape(shape)[np.ix_(*leading)].ravel()
+        if all([len(chosen) == 1 for chosen in leading]):  # one head, without the numbers of all of them
+            pairs = np.array(
+                [np.ravel_multi_index([int(chosen[0]) for chosen in leading], shape) if shape else 0]
+            )
+        else:
+            pairs = np.arange(math.prod(shape)).reshape(shape)[np.ix_(*leading)].ravel()
         has_heads = bool(leading) and kept[-1]
         all_heads = has_heads and np.array_equal(leading[-1], np.arange(shape[-1]))
         # Some heads of a grouped matrix: the heads of a value could be key heads or query heads, so 0 allows neither.
@@ -1034,13 +1042,6 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
 
     # Private: products and measures
 
-    def _store_fused(self, output: Array, lse: Array | None, kernel: str) -> Array:
-        """Cache lse and name of a fused kernel, and return its output."""
-        self._kernel_used = kernel
-        if lse is not None and lse.dtype.itemsize == max(4, self._spec.key.dtype.itemsize):
-            self._keep_lse(lse)
-        return output
-
     def _product(self, array: Any, operation: str, *, transposed: bool) -> Array:
         """Compute A @ array, or A.mT @ array if `transposed`."""
         if isinstance(array, AttentionMatrix):
@@ -1051,7 +1052,9 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
         measure = Product.from_operand(array, self._spec, operation, transposed=transposed)
         fused = None if transposed else problem.product(measure.array, measure.pair_index)
         if fused is not None:
-            product = self._store_fused(*fused)
+            product, lse, self._kernel_used = fused
+            if lse is not None and lse.dtype == problem.dtype:  # a wider value makes it wider
+                self._keep_lse(lse)
         else:
             if not transposed:
                 self._kernel_used = problem.fallback_kernel
@@ -1262,9 +1265,11 @@ def _compute_dense(problem: Problem) -> Array:
 
 def _take_positions(array: Array, positions: Sequence[IntArray]) -> Array:
     """Take some positions along each axis."""
-    for axis, chosen in enumerate(positions):
-        if len(chosen) != array.shape[axis] or not is_contiguous(chosen):
-            array = array[(*[slice(None)] * axis, as_index(chosen))]
+    taken = [as_index(chosen) for chosen in positions]
+    array = array[tuple(index if isinstance(index, slice) else slice(None) for index in taken)]
+    for axis, index in enumerate(taken):
+        if not isinstance(index, slice):
+            array = array[(*[slice(None)] * axis, index)]
     return array
 
 

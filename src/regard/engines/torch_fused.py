@@ -177,15 +177,15 @@ class MaskTile:
     @staticmethod
     def prepare(mask: Mask, query: Tensor, key: Tensor, engine: Any) -> MaskTile | None:
         """Return the tile of a mask of query and key, (batch, heads, length, head_dim); None if it is not small."""
-        frame = Frame((query.shape[0], query.shape[1]), query.shape[2], key.shape[2])
-        entries = frame.q_len * frame.kv_len
-        pairs = math.prod(frame.leading_shape if mask.varies_by_head else frame.leading_shape[:1])
-        limit = max(SHARED_TILE_ENTRIES, query.numel() + key.numel())
-        if entries > MAX_TILE_ENTRIES or pairs * entries > limit:
+        batch, heads, q_len, _ = query.shape
+        frame = Frame((batch, heads), q_len, key.shape[2])
+        entries, pairs = q_len * frame.kv_len, batch * heads if mask.varies_by_head else batch
+        total = pairs * entries
+        if entries > MAX_TILE_ENTRIES or total > max(SHARED_TILE_ENTRIES, query.numel() + key.numel()):
             return None
         is_shared = (
             mask.is_constant
-            and pairs * entries <= SHARED_TILE_ENTRIES
+            and total <= SHARED_TILE_ENTRIES
             and type(query) is type(key) is torch.Tensor
             and not torch.compiler.is_compiling()
         )
@@ -302,9 +302,10 @@ def prepare_fast_product(
         scale: Factor of the products.
         engine: The torch engine of their device.
     """
-    if not query.ndim == key.ndim == 4:
+    q_shape, k_shape = query.shape, key.shape
+    if not len(q_shape) == len(k_shape) == 4:
         return None
-    (batch, heads, q_len, head_dim), k_shape = query.shape, key.shape
+    batch, heads, q_len, head_dim = q_shape
     k_batch, kv_heads, kv_len, _ = k_shape
     if batch != k_batch or not (batch and heads and q_len and head_dim and kv_heads and kv_len):
         return None

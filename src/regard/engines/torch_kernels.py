@@ -268,13 +268,21 @@ def run_flash_with_lse(
         None if torch computed it with reduced precision.
     """
     is_plain = type(query) is type(key) is type(value) is torch.Tensor
-    if not is_plain or not chooses_cpu_flash(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    ):
+    if not is_plain or not _takes_cpu_flash(query, key, value):
+        return None
+    return rerun_flash_with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def rerun_flash_with_lse(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
+    """Do what `run_flash_with_lse` does if all but settings of torch is known to allow it; arguments as there."""
+    if not _choose_flash_now(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
         return None
     bias = make_flash_bias(attn_mask, query.dtype)
     output, lse = _cpu_operator()(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)
-    is_exact = query.dtype == torch.float64 or has_ieee_products("cpu")
+    is_exact = query.dtype is torch.float64 or has_ieee_products("cpu")
     return output, lse if is_exact else None
 
 
@@ -283,15 +291,30 @@ def chooses_cpu_flash(
     scale: float | None, enable_gqa: bool,
 ) -> bool:  # fmt: skip
     """Return whether `F.scaled_dot_product_attention` would run flash on the CPU; arguments as in it."""
+    return _takes_cpu_flash(query, key, value) and _choose_flash_now(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+
+
+def _takes_cpu_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the operator of flash on the CPU takes such tensors."""
     if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64):
         return False
     if not query.ndim == key.ndim == value.ndim == 4:
         return False  # the operator takes nothing else, and may not check it
+    kernel = get_kernel("cpu")
+    if kernel is None or kernel.is_public:
+        return False
+    return bool(query.shape[1] == key.shape[1] or kernel.takes_groups)
+
+
+def _choose_flash_now(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> bool:  # fmt: skip
+    """Return whether torch chooses flash under its present settings."""
     if torch.is_autocast_enabled("cpu"):
         return False  # autocast applies to the public function only
-    kernel = get_kernel("cpu")
-    if kernel is None or kernel.is_public or (query.shape[1] != key.shape[1] and not kernel.takes_groups):
-        return False
     backend = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

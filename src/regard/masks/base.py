@@ -68,6 +68,9 @@ class Mask:
            [1, 0, 1, 1]])
     """
 
+    # Whether equal masks always allow the same entries: the mask holds no array that could be changed in place.
+    is_constant: ClassVar[bool] = False
+
     def allows(self, frame: Frame, q_idx: IntArray, kv_idx: IntArray, xp: Namespace) -> Array:
         """Evaluate the mask on a block of rows and columns.
 
@@ -186,11 +189,6 @@ class Mask:
     def varies_by_head(self) -> bool:
         """Whether the mask may differ between the heads of a batch entry."""
         return True
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether equal masks always allow the same entries: the mask holds no array that could be changed in place."""
-        return False
 
     def classify(
         self, q_range: range, kv_range: range, *, shape: tuple[int, ...]
@@ -366,9 +364,9 @@ class CombinedMask(Mask):
     def varies_by_head(self) -> bool:
         return any(part.varies_by_head for part in self.parts)
 
-    @property
-    def is_constant(self) -> bool:
-        return all(part.is_constant for part in self.parts)
+    @cached_property
+    def is_constant(self) -> bool:  # type: ignore[override]
+        return all([part.is_constant for part in self.parts])
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or not isinstance(other, CombinedMask):

@@ -37,8 +37,10 @@ class IntParameter:
         if not isinstance(other, IntParameter):
             return False
         if self.array.ndim == other.array.ndim == 0:  # causal masks are compared in every call
-            return bool(self.array == other.array)
-        return np.array_equal(self.array, other.array)
+            return bool(self.array.item() == other.array.item())
+        if self.array.size > 4096 or self.array.dtype != other.array.dtype:
+            return np.array_equal(self.array, other.array)
+        return self.array.shape == other.array.shape and self.array.tobytes() == other.array.tobytes()
 
     def __hash__(self) -> int:
         return hash((self.array.shape, self.array.tobytes()))
@@ -155,6 +157,7 @@ def sliding_window(
 class WindowMask(Mask):
     """A band along the diagonal: −left ≤ kv_idx − q_idx ≤ right, where None is no limit."""
 
+    is_constant = True
     left: IntParameter | None
     right: IntParameter | None
     align: Align | None
@@ -240,10 +243,6 @@ class WindowMask(Mask):
     @property
     def varies_by_head(self) -> bool:
         return any(side is not None and side.array.ndim > 0 for side in (self.left, self.right))
-
-    @property
-    def is_constant(self) -> bool:
-        return True
 
     @property
     def _name(self) -> str:
@@ -355,6 +354,7 @@ def prefix(length: int | Array, align: Align | None = None) -> Mask:
 class KeyRangeMask(Mask):
     """The first `count` keys (side "right": the padding follows) or the last ones (side "left") of each batch entry."""
 
+    is_constant = True
     count: IntParameter
     side: Literal["left", "right"]
     constructor: str = field(compare=False)
@@ -394,10 +394,6 @@ class KeyRangeMask(Mask):
     @property
     def varies_by_head(self) -> bool:
         return False
-
-    @property
-    def is_constant(self) -> bool:
-        return True
 
     def check(self, frame: Frame) -> None:
         count = frame.per_batch(self.count.array, 0, self.constructor)
@@ -451,6 +447,7 @@ def document(ids: Array, query_ids: Array | None = None) -> Mask:
 class DocumentMask(Mask):
     """Mask that allows each query to attend to the keys of its own document."""
 
+    is_constant = True
     ids: IntParameter
     query_ids: IntParameter
 
@@ -486,10 +483,6 @@ class DocumentMask(Mask):
     @property
     def varies_by_head(self) -> bool:
         return False
-
-    @property
-    def is_constant(self) -> bool:
-        return True
 
     def check(self, frame: Frame) -> None:
         lengths = self.query_ids.array.shape[-1], self.ids.array.shape[-1]

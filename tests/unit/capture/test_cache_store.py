@@ -20,9 +20,10 @@ def keys():
     return torch.randn(2, 3, 13, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("chunk", [1 << 18, 24])
-def test_a_growing_cache(keys, chunk, monkeypatch):
-    monkeypatch.setattr(cache_store, "CHUNK", chunk)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_growing_cache(keys, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(cache_store, "load_library", lambda: None)
     store = KeyStore(keys[..., :7, :].clone(), 7)
     assert [store.try_append(keys[..., :n, :], 1, n) for n in range(8, 14)] == [0] * 6
     assert torch.equal(store.read(0, 13), keys) and torch.equal(store.read(0, 9), keys[..., :9, :])
@@ -129,3 +130,39 @@ def test_passes_with_one_key_tensor_are_joined_unless_each_is_a_whole_sequence(
     assert len(calls) == num_calls
     rows = torch.cat([call.matrix.to_dense() for call in calls], -2)
     torch.testing.assert_close(rows, torch.softmax(torch.cat(queries, -2) @ key.mT / 8**0.5, -1))
+
+
+def make_layouts(x):
+    """Return tensors with the numbers of one, (2, 3, 5, 4), in several layouts."""
+    wide = torch.zeros(4, 3, 9, 4)
+    wide[::2, :, 2:7] = x
+    return {
+        "contiguous": x.clone(),
+        "a window": torch.nn.functional.pad(x, (0, 0, 3, 2))[:, :, 3:8],
+        "every second entry of a buffer": wide[::2, :, 2:7],
+        "heads last": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "transposed": x.mT.contiguous().mT,
+        "part of each row": torch.nn.functional.pad(x, (1, 1))[..., 1:5],
+        "one head, repeated": x[:, :1].expand(2, 3, 5, 4),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_keys_are_compared_bit_by_bit_in_any_layout(dtype):
+    x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(1))
+    x[1, 2, 3, 0] = torch.nan
+    for name, a in make_layouts(x).items():
+        a = a.to(dtype, memory_format=torch.preserve_format)
+        for other, b in make_layouts(a.float()).items():
+            b = b.to(dtype, memory_format=torch.preserve_format)
+            expected = have_same_integers(a, b)
+            assert cache_store.have_same_bits(a, b) == expected, (name, other)
+            for place in ((0, 0, 0, 0), (1, 2, 4, 3), (1, 0, 2, 1)):
+                changed = b.contiguous().clone()
+                changed[place] += 1
+                assert not cache_store.have_same_bits(a, changed), (name, other, place)
+
+
+def have_same_integers(a, b):
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return bool((a.contiguous().view(integer) == b.contiguous().view(integer)).all())

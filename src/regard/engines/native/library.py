@@ -70,6 +70,7 @@ def load_library() -> Any:
         is_current = library.regard_source_hash().decode() == hash_sources()
         library.regard_run.argtypes = [c_int, c_int, POINTER(Job)]
         library.regard_is_sound.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64]
+        library.regard_have_same_bytes.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
         library.regard_exp.argtypes = [c_int, c_int, c_void_p, c_void_p, c_int64]
     except (OSError, AttributeError):
         return None

@@ -221,6 +221,15 @@ EXPORT int regard_is_sound(int is_double, const void *x, int64_t n, const void *
     return !found;
 }
 
+/* Whether matrices have the same bytes: `count` of them, of `size` bytes each, `a_step` and `b_step` bytes apart. */
+EXPORT int regard_have_same_bytes(
+    const char *a, int64_t a_step, const char *b, int64_t b_step, int64_t size, int64_t count
+) {
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(a + i * a_step, b + i * b_step, (size_t)size) != 0) return 0;
+    return 1;
+}
+
 /* exp of n numbers ≤ 0, for tests. */
 EXPORT int regard_exp(int set, int is_double, const void *x, void *y, int64_t n) {
     if (!regard_has_set(set)) return 2;
