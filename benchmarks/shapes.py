@@ -54,10 +54,14 @@ def make_masks(batch: int, n: int) -> dict[str, Callable[[], Mask | None]]:
 def time_sides(sides: list[Callable[[], object]], rounds: int) -> list[float]:
     """Return the median processor time of each side; they alternate."""
     times: list[list[float]] = [[] for _ in sides]
-    start = time.process_time()
+    warm = []
     for side in sides:
+        start = time.process_time()
         side()
-    took = (time.process_time() - start) / len(sides)
+        warm.append(time.process_time() - start)
+    took = statistics.mean(warm)
+    if took > 30:
+        return warm  # nothing is left to warm up
     repeats = max(1, int(1e-3 / max(took, 1e-7)))
     for _ in range(rounds if took < 1 else 1):
         for side, own in zip(sides, times, strict=True):
