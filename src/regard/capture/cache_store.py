@@ -15,11 +15,11 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,7 +195,7 @@ class KeyStore:
             Position of the step's first key in the store, or None if its keys do not extend the store.
         """
         past, old = used - q_len, self._keys
-        if key.requires_grad or old.requires_grad:
+        if key.requires_grad or old.requires_grad or self._is_overwritten:
             return None
         if self._holds(key, used):
             return 0
@@ -225,7 +225,7 @@ class KeyStore:
 
     def read(self, start: int, length: int) -> Tensor:
         """Return keys as a view, (…, kv_heads, length, head_dim); keys that were never filled are 0."""
-        if self._version is not None and self._keys._version != self._version:
+        if self._is_overwritten:
             raise ArgumentError(
                 "outputs.attentions",
                 received="keys that the model overwrote after the call",
@@ -233,6 +233,11 @@ class KeyStore:
                 hint="Read the weights before the next call of the model, or use a cache of transformers.",
             )
         return self._keys[..., start : start + length, :]
+
+    @property
+    def _is_overwritten(self) -> bool:
+        """Whether the model changed the keys after the call."""
+        return self._version is not None and self._keys._version != self._version
 
     def to(self, device: Any) -> KeyStore:
         """Return a store on another device; the steps of one store share it."""
@@ -334,19 +339,23 @@ class CallRows(NamedTuple):
 
 
 class RowSteps:
-    """The steps of one cache that are waiting to be joined.
+    """The steps of one cache, in one thread, that are waiting to be joined.
 
     Args:
         call: The last call, one row.
         args: What the layer was called with; dropout, `is_causal`, scale and `enable_gqa` are those of all steps.
+        passes: For each thread, how `generate()` proposes tokens in its pass, the cache passed to the model, and the
+            number of the pass.
     """
 
-    def __init__(self, call: Call, args: CapturedArgs) -> None:
+    def __init__(self, call: Call, args: CapturedArgs, passes: Mapping[int, tuple[str, Any, int]]) -> None:
         self.queries: list[Tensor] = []
         self.lses: list[Tensor] = []
         self.key = call.key
         self.options = args[4:8]
         self.lock = Lock()
+        self._is_open, self._thread = True, get_ident()
+        self._passes, self._source_cache = passes, call.source_cache
         self._query_shape, self._dtype = call.query.shape, call.query.dtype
         self._given: tuple[Any, Any] | None = None  # other arguments of the last step, as they were passed
         self._library = load_library()
@@ -376,6 +385,7 @@ class RowSteps:
             and args.query.shape[-2] == 1
             and args.key.is_cpu
             and args.key.dtype in _NUMPY_DTYPES
+            and bool(args.key.numel() and args.value.numel())
         )
 
     def matches(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -383,7 +393,10 @@ class RowSteps:
 
         If not, the call is recorded in full, which finds out why.
         """
-        if len(args) < 3 or module.training:
+        if len(args) < 3 or module.training or not self._is_open or self._thread != get_ident():
+            return False
+        mode, source_cache, _ = self._passes.get(self._thread, ("", None, 0))
+        if mode or source_cache is not self._source_cache:
             return False
         query, key, value = args[:3]
         if not type(query) is type(key) is type(value) is torch.Tensor:
@@ -401,23 +414,34 @@ class RowSteps:
                 return False
             self._given = args[3:], dict(kwargs)
         # Tensors that may be overwritten are copied, and those with a graph detached.
-        if key.is_inference() or key._version or query._version:
+        if key.is_inference() or query.is_inference() or key._version or query._version:
             return False
-        if key.requires_grad or query.requires_grad or value.requires_grad:
+        if key.requires_grad or query.requires_grad or value.requires_grad or key.is_neg() or value.is_neg():
             return False
+        known = self._known_key
+        if known._version or (self._layout is not None and known.data_ptr() != self._layout[1]):
+            return False  # the keys of the last step were changed, or their memory was freed
         if not value.numpy()[-1, -1, -1, -1]:
             return False  # it may not have been written
         if self._layout is not None and key.is_contiguous():  # in most models; without views of the keys
             return bool(self._library.regard_have_same_bytes(key.data_ptr(), *self._layout))
-        return have_same_bits(key.narrow(-2, 0, key.shape[-2] - 1), self._known_key)
+        return have_same_bits(key.narrow(-2, 0, key.shape[-2] - 1), known)
 
-    def append(self, query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> None:
-        """Add a step for which `matches` returned True."""
+    def append(self, query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> bool:
+        """Add a step for which `matches` returned True; return False if another thread closed these steps since."""
         with self.lock:
+            if not self._is_open:
+                return False
             self.queries.append(query)
             self.lses.append(lse)
             self.key = key
             self._expect(key, value)
+            return True
+
+    def close(self) -> None:
+        """Let no further step be added: the next one is recorded in full."""
+        with self.lock:
+            self._is_open = False
 
 
 class JoinedCalls:
@@ -509,7 +533,7 @@ class JoinedCalls:
     def match(self, call: Call, place: CacheMatch | None = None) -> CacheMatch | None:
         """Return how a call extends these; None if it is of another cache, or of none."""
         last = self.last
-        if not _have_same_settings(last, call):
+        if not _have_same_settings(last, call) or _has_overwritten_keys(last):
             return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
         is_same = self._has_key_of(call)
@@ -656,11 +680,14 @@ class JoinedCalls:
         else:
             call.cached, call.key, call.weights = new, call.key[..., :length, :], call.weights[..., :length]
 
-    def follow_rows(self, args: CapturedArgs) -> RowSteps | None:
-        """Return what collects further steps on the fast path; None if they must be recorded in full."""
+    def follow_rows(
+        self, call: Call, args: CapturedArgs, passes: Mapping[int, tuple[str, Any, int]]
+    ) -> RowSteps | None:
+        """Return what collects the steps after a call on the fast path; None if they must be recorded in full."""
         last = self.last
         is_plain = (
-            len(self.steps) > 1  # the first call may have been returned to the user, so it is not changed
+            last is call  # no other thread added one
+            and len(self.steps) > 1  # the first call may have been returned to the user, so it is not changed
             and not self.is_cross_attention
             and self.key_offset == 0
             and last.query_offset + 1 == self.num_rows
@@ -669,8 +696,14 @@ class JoinedCalls:
             and RowSteps.accept(args)
             and last.key.shape[:-2] == args.key.shape[:-2]  # no repeated heads were dropped
         )
-        self._rows = RowSteps(last, args) if is_plain else None
+        self._rows = RowSteps(last, args, passes) if is_plain else None
         return self._rows
+
+    def close_rows(self) -> None:
+        """End the fast path, so that no thread adds a step while a call is being added."""
+        if self._rows is not None:
+            self._rows.close()
+            self._join_rows()
 
     def _join_rows(self) -> None:
         """Add the rows that were collected on the fast path; the result is that of `extend`."""
@@ -712,7 +745,7 @@ class JoinedCalls:
             return None
         if self._continues_unknown_rows:
             return None  # a ring buffer replaces its last key in every round
-        if not _have_same_settings(last, call):
+        if not _have_same_settings(last, call) or _has_overwritten_keys(last):
             return None
         old_keys, new_keys = _get_cached(last), _get_cached(call)
         if old_keys is None or new_keys is None:
@@ -762,8 +795,15 @@ class JoinedCalls:
                 rows[..., : key.shape[-1]] for rows in self.evicted_keys
             ]  # none of the columns without a key
             key = torch.cat([*evicted, key], -2)
+        # Queries that the model may overwrite were copied; no others may be, in any step.
+        held = [
+            (step.query, 0)
+            for step in self.steps
+            if not (step.query.is_inference() or step.query.requires_grad)
+        ]
         return replace(
             last,
+            versions=(*last.versions, *held),
             query=torch.cat([step.query for step in steps], -2),
             key=key,
             weights=None if last.weights is None else self._join_weights(steps),
@@ -895,6 +935,12 @@ def _are_whole_passes(a: Call, b: Call) -> bool:
 def _get_cached(call: Call) -> Tensor | None:
     """Return the tensor of a call that a cache extends: the key, or the value if the layer computed its own softmax."""
     return call.key if call.weights is None else call.cached
+
+
+def _has_overwritten_keys(call: Call) -> bool:
+    """Return whether the model changed the keys of a call since; those that had been changed before were copied."""
+    keys = _get_cached(call)
+    return keys is not None and not (keys.is_inference() or keys.requires_grad) and keys._version != 0
 
 
 def _ends_with_own_keys(call: Call) -> bool:

@@ -427,7 +427,7 @@ def _search(
             continue
         namespace = owner if isinstance(owner, dict) else _namespaces.setdefault(owner, HeldFunctions(owner))
         held = owner if isinstance(owner, dict) else _list_held(owner)
-        for name, value in tuple(held.items()):
+        for name, value in tuple(dict.items(held)):  # a lazy mapping of transformers would import every model
             original = unwrap_original(value)
             if id(original) in function_ids:
                 yield namespace, name, original

@@ -416,6 +416,7 @@ def _store_tensors(call: Call, args: CapturedArgs, options: CaptureOptions) -> C
     """Copy, move or reference the tensors of a call, as the options ask."""
 
     def store(tensor: Tensor, copy: bool = options.copy) -> Tensor:
+        tensor = tensor.resolve_neg()  # a lazy sign has no bits to compare
         if options.keeps_tensors:
             # A tensor that was written to in place, as a static cache is, may be again; in inference mode all may be.
             return tensor.clone() if copy or _version(tensor) != 0 else tensor

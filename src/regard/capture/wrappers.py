@@ -79,8 +79,7 @@ def wrap_sdpa(original: Function) -> Function:
         ):
             query, key, value = args[:3]
             step = kernels.rerun_flash_with_lse(query, key, value, None, *rows.options)
-            if step is not None and step[1] is not None:
-                rows.append(query, key, value, step[1])
+            if step is not None and step[1] is not None and rows.append(query, key, value, step[1]):
                 thread_state.captures += 1
                 return step[0]
         shards = None if thread_state.is_probing else find_token_shards(original, args, kwargs)

@@ -175,11 +175,10 @@ class MaskTile:
         self._changes: list[int] | None = None
 
     @staticmethod
-    def prepare(mask: Mask, query: Tensor, key: Tensor, engine: Any) -> MaskTile | None:
+    def prepare(mask: Mask, frame: Frame, query: Tensor, key: Tensor, engine: Any) -> MaskTile | None:
         """Return the tile of a mask of query and key, (batch, heads, length, head_dim); None if it is not small."""
-        batch, heads, q_len, _ = query.shape
-        frame = Frame((batch, heads), q_len, key.shape[2])
-        entries, pairs = q_len * frame.kv_len, batch * heads if mask.varies_by_head else batch
+        batch, heads = frame.leading_shape
+        entries, pairs = frame.q_len * frame.kv_len, batch * heads if mask.varies_by_head else batch
         total = pairs * entries
         if entries > MAX_TILE_ENTRIES or total > max(SHARED_TILE_ENTRIES, query.numel() + key.numel()):
             return None
@@ -321,7 +320,7 @@ def prepare_fast_product(
         diagonal = mask.diagonal(frame)
         if diagonal is not None and (diagonal == 0 or diagonal >= kv_len - 1):
             is_causal = diagonal == 0 and kv_len > 1
-        elif not kernel.is_cpu_flash or (tile := MaskTile.prepare(mask, query, key, engine)) is None:
+        elif not kernel.is_cpu_flash or (tile := MaskTile.prepare(mask, frame, query, key, engine)) is None:
             return None
     if kernel.dtypes is not None:
         if dtype not in kernel.dtypes or batch * heads > MAX_PAIRS:

@@ -313,8 +313,8 @@ def _choose_flash_now(
     scale: float | None, enable_gqa: bool,
 ) -> bool:  # fmt: skip
     """Return whether torch chooses flash under its present settings."""
-    if torch.is_autocast_enabled("cpu"):
-        return False  # autocast applies to the public function only
+    if torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack():
+        return False  # autocast, and a user's `TorchFunctionMode`, apply to the public function only
     backend = torch._fused_sdp_choice(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -10,8 +10,8 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from regard.capture.cache_store import CacheFault, JoinedCalls, find_cache, find_cache_fault
-from regard.capture.call import Call, LayerCall
+from regard.capture.cache_store import CacheFault, JoinedCalls, RowSteps, find_cache, find_cache_fault
+from regard.capture.call import Call, CapturedArgs, LayerCall
 from regard.capture.module_hints import ModuleHints
 from regard.capture.module_trace import ModuleTrace
 from regard.capture.output_projections import OutputProjections
@@ -159,6 +159,8 @@ class Recording(Mapping[str, AttentionMatrix]):
         """Add a call; append it to the calls of its cache if there are any, and return these if they are the latest."""
         with self._lock:
             groups = self._joined_calls.setdefault(call.name, [])
+            for joined in groups:
+                joined.close_rows()
             number = sum(joined.num_calls for joined in groups)
             latest = self._latest.setdefault(threading.get_ident(), {})
             # A layer that ran before in the same pass, such as a decoder's self-attention, knows where rows belong.
@@ -182,6 +184,13 @@ class Recording(Mapping[str, AttentionMatrix]):
             joined.before = before
             latest[call.name] = joined
             return joined if joined is known is groups[-1] else None
+
+    def _follow_rows(
+        self, joined: JoinedCalls, call: Call, args: CapturedArgs, passes: Mapping[int, tuple[str, Any, int]]
+    ) -> RowSteps | None:
+        """Return what collects the steps after a call that was added; see `JoinedCalls.follow_rows`."""
+        with self._lock:
+            return joined.follow_rows(call, args, passes)
 
     def _count_weights(self, call: Call, limit: int) -> Uncaptured | None:
         """Count the bytes of weights that a call holds; say why it cannot be recorded if they exceed the limit."""

@@ -393,9 +393,10 @@ class Watch(Watcher):
                 and not mode
                 and not self.binds_context  # an intervention needs to see every call
                 and len(watched.get(id(module), ())) == 1
-                and (rows := joined.follow_rows(args)) is not None
             ):
-                row_steps[id(module)] = rows
+                rows = self._recording._follow_rows(joined, call, args, self._passes)
+                if rows is not None:
+                    row_steps[id(module)] = rows
             if self._options.values:
                 output = getattr(args.dense, "output", None) if args.output is None else args.output
                 heads = call.shape[-3] if len(call.shape) > 2 else 1

@@ -178,6 +178,59 @@ def test_a_cache_may_be_any_object(build):
         assert_rows(call, stack_rows(layer.attn.log[4 * i : 4 * i + 4], 7))
 
 
+class FilledByData(Attention):
+    """A layer whose cache is one array, written in a way that no version counts; it passes views of it."""
+
+    def __init__(self, change=lambda *tensors: tensors):
+        super().__init__()
+        self.cache, self.filled, self.change = torch.zeros(2, 2, HEADS, 16, WIDTH // HEADS), 0, change
+
+    def forward(self, x):
+        start, self.filled = self.filled, self.filled + x.shape[1]
+        self.cache.data[..., start : self.filled, :] = torch.stack(self.project_keys(x))
+        query, key, value = self.change(self.split(self.query(x)).clone(), *self.cache[..., : self.filled, :])
+        self.log.append((query.clone(), key.clone(), cause(x.shape[1], self.filled, self.filled)))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=x.shape[1] > 1)
+
+
+@pytest.mark.parametrize(
+    "change, later",
+    [
+        (lambda *tensors: tensors, torch.inference_mode),
+        (lambda query, key, value: (query, key, torch._neg_view(value)), torch.no_grad),
+        (lambda query, key, value: (query, torch._neg_view(key), value), torch.no_grad),
+        (lambda *tensors: [tensor[:0] for tensor in tensors], torch.no_grad),
+        (lambda query, key, value: (query, key, value[..., :0]), torch.no_grad),
+    ],
+    ids=["inference later", "negative value", "negative key", "empty batch", "empty value"],
+)
+def test_steps_of_unusual_tensors(change, later):
+    torch.manual_seed(0)
+    layer, x = FilledByData(change).eval(), torch.randn(2, 11, WIDTH)
+    with regard.watch(layer) as recording:
+        for step, part in enumerate((x[:, :4], *x[:, 4:].split(1, 1))):
+            with later() if step > 3 else torch.no_grad():
+                layer(part)
+    calls = recording.calls("")
+    assert sum(call.shape[-2] for call in calls) == 11
+    rows = torch.cat([F.pad(call.matrix.to_dense(), (0, 11 - call.shape[-1])) for call in calls], -2)
+    torch.testing.assert_close(rows.double(), stack_rows(layer.log, 11), atol=1e-5, rtol=0)
+
+
+def test_a_query_that_is_overwritten_after_any_step_is_refused():
+    torch.manual_seed(0)
+    layer, keys, x = Layer().eval(), [], torch.randn(1, 12, WIDTH)
+    queries = []
+    layer.attn.split = lambda x: queries.append(Attention.split(layer.attn, x).clone()) or queries[-1]
+    with torch.no_grad(), regard.watch(layer) as recording:
+        for step, part in enumerate((x[:, :4], *x[:, 4:].split(1, 1))):
+            layer(part, append_to(keys, layer.attn))
+            if step == 4:
+                queries[-3].mul_(3)  # of query, key, value
+    with pytest.raises(regard.ArgumentError, match="the model overwrote after the call"):
+        recording["attn"].to_dense()
+
+
 class SharedDecoder(nn.Module):
     """A decoder that runs one layer several times, each time with a cache of its own, over the same encoder keys."""
 

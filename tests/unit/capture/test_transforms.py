@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import regard  # noqa: E402
 from regard import NotCapturedError  # noqa: E402
@@ -89,3 +90,36 @@ def test_a_transformed_model_runs_unchanged_and_is_reported(transform, layer_cla
     assert len(results) == 1 and not recording
     assert torch.equal(torch.as_tensor(results[0]), torch.as_tensor(expected))
     assert not watchers.watched and not patching.list_patches()
+
+
+class DoubleAttention(TorchFunctionMode):
+    """A mode of a user that doubles the output of attention."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return result * 2 if getattr(function, "__name__", "") == "scaled_dot_product_attention" else result
+
+
+def test_a_function_mode_of_the_user_applies():
+    model, plain = build(Attend), build(Attend)
+    with torch.no_grad(), DoubleAttention():
+        expected = plain(X)
+        with regard.watch(model) as recording:
+            assert torch.equal(model(X), expected)
+    with torch.no_grad(), regard.watch(plain) as unchanged:
+        assert torch.equal(plain(X) * 2, expected)
+    assert torch.allclose(recording["0"].to_dense(), unchanged["0"].to_dense(), atol=1e-6)
+
+
+def test_a_mapping_that_imports_what_is_read_is_left_alone(monkeypatch):
+    """`from transformers import *` brings such mappings into the file of a model."""
+
+    class Lazy(dict):
+        def items(self):
+            raise ValueError("a model that is not installed")
+
+    monkeypatch.setitem(globals(), "MODELS", Lazy(bert="Bert"))
+    model = build(Attend)
+    with torch.no_grad(), regard.watch(model) as recording:
+        model(X)
+    assert list(recording) == ["0"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +14,8 @@ hf = pytest.importorskip("transformers")
 
 from transformers.cache_utils import QuantizedLayer  # noqa: E402
 
-import regard  # noqa: E402
+import regard.transformers  # noqa: E402
+from regard.engines import torch_kernels  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
@@ -274,6 +277,104 @@ def test_a_prefix_that_several_suffixes_share(name, lengths):
         for i, (call, expected) in enumerate(zip(recording.calls(layer), calls, strict=True)):
             stacked = stack_rows([first, expected], evicts=name == "Mistral")
             assert_equal_weights(call, stacked, f"{layer}, suffix {i}")
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("copy_is_first", [True, False])
+def test_a_cache_and_its_copy_take_different_ways(steps, copy_is_first):
+    """The steps after the fork are alike but for the cache that the model is given."""
+    models = build()
+
+    def run(model):
+        cache = hf.DynamicCache(config=model.config)
+        for tokens in (draw_tokens(1, 6), *draw_tokens(steps, 1, 1)):
+            model(tokens, past_key_values=cache)
+        caches = [copy.deepcopy(cache), cache] if copy_is_first else [cache, copy.deepcopy(cache)]
+        for seed, own in enumerate(caches):
+            for token in draw_tokens(4, 1, 1, seed=seed):
+                model(token, past_key_values=own)
+
+    recording, weights = run_both(models, run)
+    assert not recording.diagnose()
+    for layer, calls in weights.items():
+        shared, ways = calls[: 1 + steps], (calls[1 + steps : 5 + steps], calls[5 + steps :])
+        assert len(recording.calls(layer)) == 2
+        for call, own in zip(recording.calls(layer), ways, strict=True):
+            assert_equal_weights(call, stack_rows([*shared, *own]), layer)
+
+
+def test_threads_that_generate_the_same_text(monkeypatch):
+    """Another thread records a step while this one runs the kernel of the same step."""
+    (model, eager), prompt, steps = build(), draw_tokens(2, 6), draw_tokens(12, 2, 1)
+    run_kernel, turns = torch_kernels.rerun_flash_with_lse, threading.Barrier(2)
+
+    def run_slowly(*args):
+        time.sleep(0.002)
+        return run_kernel(*args)
+
+    monkeypatch.setattr(torch_kernels, "rerun_flash_with_lse", run_slowly)
+
+    def generate():
+        with torch.no_grad():
+            cache = hf.DynamicCache(config=model.config)
+            model(prompt, past_key_values=cache)
+            for step, tokens in enumerate(steps):
+                if step < 8:
+                    turns.wait()
+                model(tokens, past_key_values=cache)
+
+    with regard.watch(model) as recording:
+        threads = [threading.Thread(target=generate) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    expected = eager(torch.cat([prompt, *steps], 1), output_attentions=True).attentions
+    assert not recording.diagnose()
+    for layer, weights in zip(recording, expected, strict=True):
+        assert len(recording.calls(layer)) == 2
+        for call in recording.calls(layer):
+            assert_equal_weights(call, weights, layer)
+
+
+def is_refused(matrix):
+    """Return whether a matrix cannot be read because the model overwrote its keys."""
+    try:
+        matrix.to_dense()
+    except regard.ArgumentError as error:
+        return "the model overwrote" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_keys_that_the_model_changes_between_steps(at):
+    """The rows before are refused: their keys are gone."""
+    model, eager = build()
+
+    def run(model, **options):
+        cache, attentions = hf.DynamicCache(config=model.config), []
+        for step, tokens in enumerate((draw_tokens(1, 6), *draw_tokens(8, 1, 1))):
+            attentions.append(model(tokens, past_key_values=cache, **options).attentions)
+            if step == at:
+                cache.layers[0].keys.mul_(1.5)
+        return attentions
+
+    with regard.watch(model) as recording:
+        run(model)
+    layer = next(iter(recording))
+    expected = [weights[0] for weights in run(eager, output_attentions=True)]
+    before, after = recording.calls(layer)
+    with pytest.raises(regard.ArgumentError, match="the model overwrote after the call"):
+        before.matrix.to_dense()
+    rows = [torch.nn.functional.pad(weights, (0, 14 - weights.shape[-1])) for weights in expected[at + 1 :]]
+    assert_equal_weights(after, torch.cat(rows, -2), "after")
+
+    model.set_attn_implementation("regard")
+    lazy = [weights[0] for weights in run(model, output_attentions=True)]
+    for step, (matrix, weights) in enumerate(zip(lazy, expected, strict=True)):
+        if step <= at and is_refused(matrix):
+            continue
+        torch.testing.assert_close(matrix.to_dense(), weights, atol=1e-5, rtol=0)
 
 
 class RoundedLayer(QuantizedLayer):
