@@ -233,6 +233,7 @@ def test_a_cell_shows_how_its_weight_arose(open_page, width):
     assert faults(tab) == []
 
 
+@pytest.mark.nightly
 @slow
 def test_quick_readers_see_no_steps_of_what_is_gone(open_page):
     tab = open_page()

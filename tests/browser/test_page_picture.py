@@ -132,7 +132,7 @@ def test_colours_of_the_map_and_its_opacity(show):
     np.testing.assert_allclose(read_centres(), draw_image(64, 64)[8::16, 8::16], atol=12)  # scaled
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", keep_in_ci([1280, 390], 390))
 def test_a_text_with_two_images_and_hostile_names(show, width, tmp_path):
     from PIL import Image
 
@@ -187,6 +187,7 @@ def test_a_text_with_two_images_and_hostile_names(show, width, tmp_path):
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.nightly
 def test_rows_are_stored_if_not_all_weights_fit(show):
     model, inputs, layer = build_vision_model("ViT")
     recording = record(model, inputs)
@@ -214,6 +215,7 @@ def test_rows_are_stored_if_not_all_weights_fit(show):
     assert 0 < sum(stored) < 24
 
 
+@pytest.mark.nightly
 def test_four_thousand_image_tokens(show):
     import transformers as hf
 

@@ -112,6 +112,7 @@ def kill(fault, seed, corpus, serial, out, *, again=True):
     resume(corpus, out, serial, again=again)
 
 
+@pytest.mark.nightly
 def test_a_killed_driver_is_resumed(seed, corpus, serial, tmp_path):
     kill("between rename and manifest", seed, corpus, serial, tmp_path / "out", again=False)
 

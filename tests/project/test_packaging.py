@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 import regard
 from regard.engines.native.build import find_compiler
 from regard.engines.native.library import load_library
+from tests.helpers.nightly import keep_in_ci
 
 PACKAGE = Path(regard.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -151,7 +152,7 @@ def list_required(lines: list[str]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module", params=["", "torch"])
+@pytest.fixture(scope="module", params=keep_in_ci(["", "torch"], ""))
 def environment(request, wheel, tmp_path_factory):
     """An extra, and a folder with programs: an environment with the wheel, what it requires, and nothing else."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -21,6 +21,7 @@ from regard.interventions import (  # noqa: E402
     patch,
 )
 from regard.models import LoadedModel  # noqa: E402
+from tests.helpers.nightly import keep_in_ci  # noqa: E402
 from tests.helpers.tiny_models import TINY  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -336,7 +337,7 @@ def test_sorted_filtered_and_sliced_tables_keep_class_and_metric():
         assert "effectsPage" in part.page().html
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5", "BART"])
+@pytest.mark.parametrize("name", keep_in_ci(["Llama", "T5", "BART"], "Llama"))
 def test_means_are_those_of_the_unedited_run_whatever_the_batch_size(name):
     """Several edits run as copies of one batch, and a mean over all copies would include what the others changed."""
     model, inputs = TINY[name].build(), TINY[name].inputs("left")

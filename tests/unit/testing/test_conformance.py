@@ -258,6 +258,7 @@ def test_the_engines_have_no_findings(engine):
     assert len(supported) == len(report.capabilities) - (10 if engine == "numpy" else 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_full_size_includes_random_cases():
     report = check_conformance(regard.attention, size="full")
