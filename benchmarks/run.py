@@ -65,14 +65,22 @@ def time_alternating(
     torch.set_num_threads(comparison.threads or threads)
     # The processor time of one thread does not depend on what else runs.
     clock = time.process_time if comparison.threads == 1 else time.perf_counter
-    comparison.bare(), comparison.ours()
+    sides = (comparison.bare, comparison.ours)
+    first = []
+    for side in (*sides, *sides):  # the second time is warm
+        start = clock()
+        side()
+        first.append(clock() - start)
+    # A call of microseconds is repeated for a millisecond, as in timeit: reading the clock takes half a microsecond.
+    repeats = max(1, round(1e-3 / max(min(first[2:]), 1e-7)))
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
         pair = []
-        for side in (comparison.bare, comparison.ours):
+        for side in sides:
             start = clock()
-            side()
-            pair.append(clock() - start)
+            for _ in range(repeats):
+                side()
+            pair.append((clock() - start) / repeats)
         times.append((pair[0], pair[1]))
     torch.set_num_threads(threads)
     ratios = sorted(ours / bare for bare, ours in times)

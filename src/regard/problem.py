@@ -679,11 +679,11 @@ class Problem:
         """Compute the scores of a small matrix without taking it apart: (pairs, rows, kv_len)."""
         engine = self.engine
         query, key = (
-            engine.cast(array[_as_pair_index(index, engine.xp)], self.dtype)
+            engine.cast(_take_pairs(array, index, engine.xp), self.dtype)
             for array, index in ((self.query, self.query_index), (self.key, self.key_index))
         )
         scores = engine.compute_scores(query, key, self.scale)
-        if len(scores) != self.shape[0]:
+        if scores.shape[0] != len(self.pair_ids):
             scores = engine.xp.broadcast_to(scores, (self.shape[0], *scores.shape[1:]))
         if not self.score_mods and self.mask is None:
             return scores
@@ -732,12 +732,15 @@ class Problem:
 # Leading axes
 
 
-def _as_pair_index(index: IntArray, xp: Namespace) -> Array | slice:
-    """Return the pairs of a small matrix as a slice if possible, of one pair if they are all equal."""
-    if len(index) == 1 or (index == index[0]).all():
-        return slice(int(index[0]), int(index[0]) + 1)
+def _take_pairs(array: Array, index: IntArray, xp: Namespace) -> Array:
+    """Take the pairs of a small matrix, without a copy if possible; one pair if they are all equal."""
+    count = len(index)
+    if count == 1 and array.shape[0] == 1:
+        return array
+    if count == 1 or (index == index[0]).all():
+        return array[slice(int(index[0]), int(index[0]) + 1)]
     taken = as_index(index)
-    return taken if isinstance(taken, slice) else xp.asarray(taken)
+    return array[taken if isinstance(taken, slice) else xp.asarray(taken)]
 
 
 def num_pairs(array: Array) -> int:

@@ -109,6 +109,18 @@ def resolve_index(index: Any, shape: tuple[int, ...], operation: str) -> Resolve
     return ResolvedIndex(positions, tuple(local), kept, adds_axes, whole and not adds_axes)
 
 
+def is_row_or_entry(index: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether an index of a matrix is a plain integer for every axis, or every one but the last.
+
+    >>> is_row_or_entry((0, 2), (1, 5, 5)), is_row_or_entry((0, 5), (1, 5, 5)), is_row_or_entry(0, (1, 5, 5))
+    (True, False, False)
+    """
+    entries = index if type(index) is tuple else (index,)
+    return len(shape) - 1 <= len(entries) <= len(shape) and all(
+        [type(entry) is int and -size <= entry < size for entry, size in zip(entries, shape, strict=False)]
+    )
+
+
 def _expand_ellipsis(entries: list[Any], ndim: int, operation: str) -> list[Any]:
     """Replace the ellipsis, or the end of a short index, by full slices.
 

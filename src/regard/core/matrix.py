@@ -22,6 +22,7 @@ from regard.core.arguments import (
     check_not_empty,
     check_one_head,
     check_result_size,
+    is_row_or_entry,
     name_measures,
     resolve_index,
     resolve_reduction,
@@ -347,7 +348,10 @@ class AttentionMatrix(LazyOperand, Generic[ArrayT]):
             ArgumentTypeError: If the index has several arrays, or entries that are not integers.
             TooLargeError: If the result would take more than 256 MiB.
         """
-        resolved = resolve_index(index, self.shape, "A[index]")
+        shape = self.shape
+        if is_row_or_entry(index, shape) and (whole := compute_whole(self.problem)) is not None:
+            return whole[1].reshape(shape)[index]
+        resolved = resolve_index(index, shape, "A[index]")
         if resolved.keeps_tokens:
             return self._view(resolved)
         return self._entries(resolved, "A[index]", weights=True)
