@@ -32,7 +32,16 @@ TARGETS = {
 }
 
 # -fwrapv: shifts of the bits of numbers wrap around. Nothing here depends on the machine that compiles.
-FLAGS = ("-std=gnu11", "-O3", "-fwrapv", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi", "-shared")
+FLAGS = (
+    "-std=gnu11",
+    "-Werror=implicit-function-declaration",
+    "-O3",
+    "-fwrapv",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-shared",
+)
 
 
 def hash_sources() -> str:
