@@ -427,23 +427,23 @@ def convert_arrays(arguments: SpecOrProblem, convert: Callable[[Any], Any]) -> S
 def find_arrays(*parts: Any) -> list[Any]:
     """Find the arrays that masks and score modifications hold, at any depth of lists, dataclasses and torch modules."""
     arrays = []
-    rest = list(parts)
-    for part in rest:  # it grows
+    for part in parts:
         if part is None or isinstance(part, (str, int, float, IntParameter)):
             continue  # most fields, for which `hasattr` would cost a microsecond
+        if isinstance(part, Mask) and part.is_constant:
+            continue
         if isinstance(part, (Mask, ScoreMod)):
-            if not (isinstance(part, Mask) and part.is_constant):
-                rest += vars(part).values()
+            arrays += find_arrays(*vars(part).values())
         elif isinstance(part, (list, tuple)):
-            rest += part
+            arrays += find_arrays(*part)
         elif isinstance(part, dict):
-            rest += part.values()
+            arrays += find_arrays(*part.values())
         elif hasattr(part, "dtype"):
             arrays.append(part)
         elif hasattr(part, "parameters") and hasattr(part, "buffers"):
             arrays += [*part.parameters(), *part.buffers()]
         elif is_dataclass(part):
-            rest += vars(part).values()
+            arrays += find_arrays(*vars(part).values())
     return arrays
 
 
@@ -738,7 +738,7 @@ def _take_pairs(array: Array, index: IntArray, xp: Namespace) -> Array:
     if count == 1 and array.shape[0] == 1:
         return array
     if count == 1 or (index == index[0]).all():
-        return array[slice(int(index[0]), int(index[0]) + 1)]
+        return array[int(index[0]) : int(index[0]) + 1]
     taken = as_index(index)
     return array[taken if isinstance(taken, slice) else xp.asarray(taken)]
 

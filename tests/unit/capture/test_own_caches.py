@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: E402
 
 import regard  # noqa: E402
 from regard.capture import cache_store  # noqa: E402
+from regard.engines import torch_kernels  # noqa: E402
 
 WIDTH, HEADS = 16, 4
 
@@ -229,6 +230,43 @@ def test_a_query_that_is_overwritten_after_any_step_is_refused():
                 queries[-3].mul_(3)  # of query, key, value
     with pytest.raises(regard.ArgumentError, match="the model overwrote after the call"):
         recording["attn"].to_dense()
+
+
+def test_another_thread_takes_the_same_step_while_the_kernel_runs(monkeypatch):
+    """No cache object tells the texts apart, so each may continue the rows of the other."""
+    torch.manual_seed(0)
+    layer, x = Layer().eval(), torch.randn(1, 12, WIDTH)
+    parts = (x[:, :4], *x[:, 4:].split(1, 1))
+    first, second = (append_to([], layer.attn) for _ in range(2))
+    run_kernel, waiting = torch_kernels.rerun_flash_with_lse, []
+
+    def run_other_first(*args):
+        while waiting:
+            thread = threading.Thread(target=take_step, args=(waiting.pop(), first))
+            thread.start()
+            thread.join()
+        return run_kernel(*args)
+
+    @torch.no_grad()
+    def take_step(part, update):
+        layer(part, update)
+
+    monkeypatch.setattr(torch_kernels, "rerun_flash_with_lse", run_other_first)
+    with regard.watch(layer) as recording:
+        for part in parts[:6]:
+            take_step(part, first)
+        for i, part in enumerate(parts):
+            if i == 6:
+                waiting.append(part)
+            take_step(part, second)
+        assert not waiting  # the step was a fast one
+        for part in parts[7:]:
+            take_step(part, first)
+    calls = recording.calls("attn")
+    assert [call.shape[-2:] for call in calls] == [(12, 12)] * 2
+    expected = stack_rows(layer.attn.log[6:13] + layer.attn.log[14:16], 12)
+    for call in calls:
+        assert_rows(call, expected)
 
 
 class SharedDecoder(nn.Module):
