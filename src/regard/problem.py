@@ -427,23 +427,23 @@ def convert_arrays(arguments: SpecOrProblem, convert: Callable[[Any], Any]) -> S
 def find_arrays(*parts: Any) -> list[Any]:
     """Find the arrays that masks and score modifications hold, at any depth of lists, dataclasses and torch modules."""
     arrays = []
-    for part in parts:
+    rest = list(parts)
+    for part in rest:  # it grows
         if part is None or isinstance(part, (str, int, float, IntParameter)):
             continue  # most fields, for which `hasattr` would cost a microsecond
-        if isinstance(part, Mask) and part.is_constant:
-            continue
         if isinstance(part, (Mask, ScoreMod)):
-            arrays += find_arrays(*vars(part).values())
+            if not (isinstance(part, Mask) and part.is_constant):
+                rest += vars(part).values()
         elif isinstance(part, (list, tuple)):
-            arrays += find_arrays(*part)
+            rest += part
         elif isinstance(part, dict):
-            arrays += find_arrays(*part.values())
+            rest += part.values()
         elif hasattr(part, "dtype"):
             arrays.append(part)
         elif hasattr(part, "parameters") and hasattr(part, "buffers"):
             arrays += [*part.parameters(), *part.buffers()]
         elif is_dataclass(part):
-            arrays += find_arrays(*vars(part).values())
+            rest += vars(part).values()
     return arrays
 
 
