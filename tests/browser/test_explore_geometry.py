@@ -245,7 +245,7 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.locator(".scroll").evaluate("box => box.scrollWidth <= box.clientWidth")
     boxes = [plane.bounding_box() for plane in tab.locator(".plane").all()]
-    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1200)
+    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1280)
 
 
 @slow

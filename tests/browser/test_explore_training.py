@@ -85,8 +85,11 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     tab = show(make(), viewport={"width": width, "height": 844}, color_scheme=scheme)
     tab.locator("#step").focus()
     tab.keyboard.press("ArrowRight")
-    box = tab.locator("#picture").bounding_box()
-    assert box["y"] >= 0 and box["y"] + box["height"] <= 844  # the map that changed is on screen
+    # The map that changed is on screen, once the page has scrolled to it.
+    tab.wait_for_function("""() => {
+      const { top, bottom } = document.querySelector("#picture").getBoundingClientRect();
+      return top >= 0 && bottom <= innerHeight;
+    }""")
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert faults(tab) == []
 

@@ -294,8 +294,6 @@ def test_the_map_says_what_a_point_is(show, long_page, kind):
     assert status == KINDS[kind]
 
 
-# The colour of the weight 1, in the light and in the dark scheme.
-DARKEST = {"light": (8, 29, 69), "dark": (244, 249, 255)}
 DEVICES = {
     "wide": {"viewport": {"width": 1200, "height": 900}},
     "narrow, dark": {
@@ -317,19 +315,26 @@ def plant(n: int, width: int, cells: list[tuple[int, int]], **options):
     return attention(query, key, scale=1.0, **options)
 
 
-def darkest_points(tab, scheme: str, n: int):
+def color_of_one(tab) -> tuple[int, ...]:
+    """Return the colour of the weight 1 in the scheme of a page."""
+    color = tab.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ramp-4')")
+    return tuple(bytes.fromhex(color.strip().removeprefix("#")))
+
+
+def darkest_points(tab, n: int):
     """Return the cells (query, key) of all pixels that have the colour of the weight 1, and the weights of a pixel."""
-    pixels, width, height, shown = find_color(tab.locator(".map"), DARKEST[scheme])
+    pixels, width, height, shown = find_color(tab.locator(".map"), color_of_one(tab))
     ratio, left, top = width / shown, 56 if shown < 480 else 72, 26
     size = min((shown - left) / n, (height / ratio - top) / n)  # of a weight, in pixels of the page
     found = np.array(pixels).reshape(-1, 2) / ratio
     return (found - [top, left]) / size, 1 / (size * ratio)
 
 
-def check_planted(tab, scheme: str, n: int, cells: list[tuple[int, int]]) -> None:
+def check_planted(tab, n: int, cells: list[tuple[int, int]]) -> None:
     """Check that each planted cell, and nothing else, has the colour of the weight 1."""
     assert settled(tab).startswith("Each point is the maximum of")
-    found, pixel = darkest_points(tab, scheme, n)
+    found, pixel = darkest_points(tab, n)
+    assert len(found) > 0, "no planted weight of 1.0 is drawn"
     # Of each pixel from each cell, in weights; a large weight is drawn up to three pixels wider.
     distance = np.abs(found[:, None] - np.array(cells)[None]).max(-1)
     assert (distance.min(0) <= 2.5 * pixel).all(), "a planted weight of 1.0 is not drawn"
@@ -355,18 +360,17 @@ def planted_page():
 @pytest.mark.parametrize("screen", DEVICES)
 def test_a_weight_of_1_among_a_billion_is_seen_at_the_first_paint(show, planted_page, screen):
     page, n, cells = planted_page
-    scheme = DEVICES[screen].get("color_scheme", "light")
     tab = show(page, **DEVICES[screen])
-    check_planted(tab, scheme, n, cells)
+    check_planted(tab, n, cells)
     choose(tab, "mean")
     until(tab, lambda: settled(tab).startswith("Each point is the mean of"), True)
-    assert len(darkest_points(tab, scheme, n)[0]) < len(cells)  # means hide them
+    assert len(darkest_points(tab, n)[0]) < len(cells)  # means hide them
     tab.wait_for_url("**#*reduce=mean*")
     tab.reload()
     assert settled(tab).startswith("Each point is the mean of")
     choose(tab, "maximum")
     until(tab, lambda: settled(tab).startswith("Each point is the maximum of"), True)
-    check_planted(tab, scheme, n, cells)
+    check_planted(tab, n, cells)
 
 
 @pytest.mark.nightly
@@ -377,7 +381,7 @@ def test_a_weight_of_1_is_seen_in_131072_rows(show):
     cells = [(130_001, 17), (77_777, 77_600), (131_071, 130_900), (3, 2), (65_537, 63), (100_003, 99_999)]
     mask = causal() & (sliding_window(256) | first(64))
     tab = show(plant(n, 4, cells, mask=mask).page())
-    check_planted(tab, "light", n, cells)
+    check_planted(tab, n, cells)
 
 
 @pytest.mark.nightly
@@ -392,7 +396,7 @@ def test_a_weight_of_1_is_seen_at_every_zoom(show, planted_page):
     seen = set()
     for _ in range(8):
         seen.add(settled(tab))
-        pixels, width, height, _ = find_color(tab.locator(".map"), DARKEST["light"])
+        pixels, width, height, _ = find_color(tab.locator(".map"), color_of_one(tab))
         centre = np.array([(height + 26) / 2, (width + 72) / 2])
         assert np.abs(np.array(pixels).reshape(-1, 2) - centre).max(-1).min(initial=np.inf) < 9, settled(tab)
         before = in_view(tab)

@@ -351,3 +351,35 @@ def test_what_an_action_changes_is_on_screen(browser, tmp_path, name, width, in_
         found += [f"{place} {action.control}: the page is cut"] * screen.is_cut()
     context.close()
     assert found == []
+
+
+# Every answer that nobody waits for, here the largest weights of a row, takes a second and a half longer.
+LATE_LISTS = """(() => {
+  const Real = Worker;
+  window.Worker = class {
+    constructor(url) {
+      const worker = new Real(url);
+      let delay = 0;
+      worker.onmessage = (event) => setTimeout(() => this.onmessage(event), delay);
+      this.postMessage = (message) => {
+        delay = message.method === "topKeys" ? 1500 : 0;
+        worker.postMessage(message);
+      };
+    }
+  };
+})()"""
+
+
+def test_a_late_list_moves_nothing_off_the_screen(browser, tmp_path):
+    context = browser.new_context(
+        viewport={"width": 390, "height": HEIGHT}, has_touch=True, reduced_motion="reduce"
+    )
+    context.add_init_script(LATE_LISTS)
+    screen = Screen(context.new_page(), build("map"), False, tmp_path / "page.html")
+    shows = ACTIONS["map"][1].shows
+    screen.do(ACTIONS["map"][1], by_touch=True)
+    assert screen.wait_for(lambda: not screen.hidden(shows))
+    assert screen.tab.locator(".top-keys li").count() == 0
+    screen.tab.locator(".top-keys li").first.wait_for()
+    assert screen.wait_for(lambda: not screen.hidden(shows))
+    context.close()

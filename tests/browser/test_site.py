@@ -335,8 +335,9 @@ def test_an_explorer_in_a_chapter_works(site, browser):
     tab.goto((site / "book/04-four-steps.html").as_uri())
     frame = tab.frame_locator("iframe").first
     frame.get_by_role("radio", name="sat").check()
-    frame.get_by_role("button", name="Aggregate").click()
-    frame.get_by_text("Every number").click()
+    # By keyboard: the chapter may still scroll to what changed, and a click would miss.
+    frame.get_by_role("button", name="Aggregate").press("Enter")
+    frame.get_by_text("Every number").press("Enter")
     output = regard.attention(cat.Q, cat.K)[2] @ cat.V
     assert frame.locator("#row-formula").text_content() == f"output = {format_vector(output)}"
     context.close()

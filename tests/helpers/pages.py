@@ -128,7 +128,7 @@ def misfits(tab) -> list[str]:
 
 def wait_for_frames(tab) -> None:
     """Wait until every frame has the height of its page; the error names those that have not."""
-    for _ in range(200):
+    for _ in range(1000):
         if not (found := misfits(tab)):
             return
         tab.wait_for_timeout(20)

@@ -222,7 +222,7 @@ function showNumbers() {
 const change = (what) => {
   Object.assign(at, what);
   showNumbers();
-  bringIntoView(picture.canvas, legend);
+  bringIntoView(picture.canvas.parentNode, legend);
 };
 const low = el("span", { id: "low" }), top = el("span", { id: "top" });
 const legend = el("div", { class: "controls" },
