@@ -31,7 +31,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def find_kind(model_class: Any, config_class: Any) -> str:
     """Return the kind of model, by which the page groups: what it reads, and what it is for."""
     parts = getattr(config_class, "sub_configs", {})
-    main = getattr(model_class, "main_input_name", "input_ids")
+    try:
+        main = getattr(model_class, "main_input_name", "input_ids")
+    except ImportError:  # it stands in for a class whose library is not installed
+        main = "input_ids"
     if "text_config" in parts and len(parts) > 1:
         return "images or sound with text"
     if main == "pixel_values" or "vision" in config_class.model_type:

@@ -176,7 +176,7 @@ def compare_lists(ours: list[Any], theirs: list[Any]) -> str:
             )
         dense = lazy.to_dense()
         live = dense.sum(-1) > 0  # a row that attends to nothing is zero here, and uniform there
-        if lazy.matrix._problem.sink is not None and torch.allclose(weights[live].sum(-1), torch.ones(())):
+        if lazy.matrix.problem.sink is not None and torch.allclose(weights[live].sum(-1), torch.ones(())):
             dense = dense / dense.sum(-1, keepdim=True)  # eager attention applies the sink to the output
         if not torch.allclose(dense[live], weights[live], atol=1e-4):
             raise DifferenceError(f"weights differ by {(dense - weights)[live].abs().max():.1e}")

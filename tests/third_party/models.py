@@ -730,10 +730,14 @@ def _torchtune(name: str, **options: Any) -> Build:
     return build
 
 
-def _tiny(name: str) -> tuple[Any, Inputs]:
+def _tiny_model(name: str) -> Any:
     from tests.helpers.tiny_models import TINY
 
-    return TINY[name].build(), TINY[name].inputs("none")
+    return TINY[name]
+
+
+def _tiny(name: str) -> tuple[Any, Inputs]:
+    return _tiny_model(name).build(), _tiny_model(name).inputs("none")
 
 
 def _sentence_transformer() -> tuple[nn.Module, Inputs]:
@@ -770,8 +774,11 @@ def _peft(kind: str, **options: Any) -> Build:
 
 def _bitsandbytes(name: str) -> Build:
     def build() -> tuple[nn.Module, Inputs]:
-        layers = load("bitsandbytes").nn
-        model, inputs = _tiny("Llama")
+        layers, tiny = load("bitsandbytes").nn, _tiny_model("Llama")
+        # Where the processor multiplies bfloat16, it packs blocks of 64 inputs and 32 outputs.
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+        config = type(tiny.config).from_dict(tiny.config.to_dict() | sizes)
+        model, inputs = tiny._replace(config=config).build(), tiny.inputs("none")
         for module in list(model.modules()):
             for child, linear in list(module.named_children()):
                 if isinstance(linear, nn.Linear) and child.endswith("_proj"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,24 @@ from tests.third_party.models import MODELS
 ROWS = json.loads((Path(__file__).parents[2] / "docs/supported-models.json").read_text("utf-8"))["models"]
 
 
+def count_rows(column: Sequence[str]) -> list[str]:
+    """Add up the rows that are corrected and computed again: which of the two depends on the processor's rounding."""
+
+    def total(match: re.Match[str]) -> str:
+        return f"{sum(int(number.replace(',', '')) for number in match.groups('0'))} rows"
+
+    rows = r"([\d,]+) rows corrected from the kernel's lse(?:, ([\d,]+) computed again)?"
+    return [re.sub(rows, total, text) for text in column]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MODELS)
 def test_the_row_of_a_model_is_what_it_shows(name):
     found, stored = check_model(name), ROWS[name]
-    for column in ("package", "watch", "compared", "intervene"):
-        assert list(found[column]) == list(stored[column]), column
+    for column in ("package", "compared"):
+        assert found[column] == stored[column], column
+    for column in ("watch", "intervene"):
+        assert count_rows(found[column]) == count_rows(stored[column]), column
     assert found["watch"][0] in ("captured", "rejected")
 
 
