@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,35 @@ regard selfcheck --report report.json     # a minute; with a GPU, three
 ```
 
 A maintainer saves it as `docs/machines/SYSTEM-DEVICE.json` and runs `scripts/docs machines --write`.
+
+## Emulated
+`tests/project/test_wheels.py` runs two wheels of each release in an emulator, with a Python and a NumPy of their
+platform: Linux on aarch64 under qemu, and Windows on AMD64 under wine. Emulators have no rows in the table.
 """
 
 
 def read_reports(folder: Path = REPORTS) -> list[dict[str, Any]]:
-    """Return the reports of a folder, in the order of their names."""
-    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
+    """Return the reports of a folder, in the order of their names. They come from anyone.
+
+    Raises:
+        SystemExit: a file is not a report.
+    """
+    reports = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            report = json.loads(path.read_text("utf-8"))
+            format_machine(report)
+            counts = [report["cases"], *report["device"].get("cases", ())]
+            is_sound = all(
+                type(run["failed"]) is int and 0 <= run["failed"] <= run.get("checks", run["count"])
+                for run in counts
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            sys.exit(f"scripts/docs machines: {path} is not a report of regard selfcheck: {error!r}")
+        if not is_sound or type(report["problems"]) is not list:
+            sys.exit(f"scripts/docs machines: the counts or problems in {path} cannot be right")
+        reports.append(report)
+    return reports
 
 
 def find_device_kind(report: dict[str, Any]) -> str:
@@ -67,7 +92,7 @@ def format_machine(report: dict[str, Any]) -> list[str]:
         *((run["count"], run["failed"]) for run in device.get("cases", ())),
     ]
     checks, failed = map(sum, zip(*runs, strict=True))
-    return [
+    cells = [
         " ".join(filter(None, (platform["system"], platform["machine"], platform["libc"]))),
         " ".join(filter(None, (kind, device.get("device", {}).get("model")))),
         platform["compiled_pass"],
@@ -76,6 +101,8 @@ def format_machine(report: dict[str, Any]) -> list[str]:
         f"{checks:,}",
         f"{failed:,}" if not report["problems"] else f"**{failed:,}**: {'; '.join(report['problems'])}",
     ]
+    # A cell holds no HTML, link, table or line of its own.
+    return [re.sub(r"[^\w .,:;+*()/%=-]", "?", cell) for cell in cells]
 
 
 def format_page(reports: list[dict[str, Any]]) -> str:

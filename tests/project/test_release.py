@@ -258,6 +258,44 @@ def test_uncommitted_changes_are_not_released(tiny):
     assert "the working tree has changes" in release("--tag").stderr
 
 
+@pytest.mark.parametrize(
+    "what", ["a file at --out", "no key to sign with", "a hook that refuses", "an interrupt"]
+)
+def test_a_release_that_fails_changes_nothing(tiny, what):
+    folder, run, _ = tiny
+    out, before = folder.parent / "out", run("git", "rev-parse", "HEAD").stdout
+    if what == "a file at --out":
+        out = Path(__file__)
+    elif what == "no key to sign with":
+        run("git", "config", "tag.gpgsign", "true")
+        run("git", "config", "gpg.program", "false")
+    elif what == "a hook that refuses":
+        hook = folder / ".git/hooks/pre-commit"
+        hook.write_text("#!/bin/sh\nexit 1\n")
+        hook.chmod(0o755)
+    command = [sys.executable, "scripts/release", "--out", out, "--tag"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if what == "an interrupt":
+        while run("git", "rev-parse", "HEAD").stdout == before:
+            assert process.poll() is None
+        process.terminate()
+    assert process.wait(60) != 0
+    assert run("git", "rev-parse", "HEAD").stdout == before
+    assert (run("git", "status", "--porcelain").stdout, run("git", "tag").stdout) == ("", "")
+
+
+def test_files_do_not_depend_on_the_settings_of_a_user(tiny):
+    _, run, release = tiny
+    expected = release().stdout
+    run("git", "config", "core.autocrlf", "true")
+    assert re.findall(r"\w{64}", expected) and release().stdout == expected
+
+
+@pytest.mark.parametrize("arguments", [["--tag", "v7.0.0"], ["--here", "HEAD"], ["--notes", ""]])
+def test_an_argument_without_use_is_an_error(tiny, arguments):
+    assert tiny[2](*arguments).returncode != 0
+
+
 def test_a_tag_that_is_not_its_version_is_not_built(tiny):
     _, run, release = tiny
     run("git", "tag", "v0.3.0")
@@ -356,6 +394,36 @@ def test_the_page_of_machines_is_made_from_the_reports():
     )
     texts = [path.read_text() for path in (ROOT / "docs/machines").iterdir()]
     assert not any(re.search(r"/(?:home|Users|root|tmp)/", text) for text in texts)
+
+
+HOSTILE = "<img src=x> a|b\n\n```{include} x\n```\n[x](javascript:x)"
+
+
+def test_a_report_cannot_write_into_the_page():
+    machines = importlib.import_module("scripts.pages.machines")
+    (report, *_) = machines.read_reports()
+    wrong = {**report, "platform": {**report["platform"], "machine": HOSTILE}, "problems": [HOSTILE]}
+    assert not re.search(r"[<>|`\n\[\]{}]", "".join(machines.format_machine(wrong)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"ok": true}',
+        "",
+        "[]",
+        "null",
+        *(json.dumps({"failed": n, "checks": 3}) for n in (-5, 99, float("nan"), "1")),
+    ],
+)
+def test_what_is_no_report_is_refused(text, tmp_path):
+    machines = importlib.import_module("scripts.pages.machines")
+    (report, *_) = machines.read_reports()
+    if "checks" in text:
+        text = json.dumps({**report, "cases": report["cases"] | json.loads(text)})
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"a\.json"):
+        machines.read_reports(tmp_path)
 
 
 def test_a_missing_device_is_named_until_its_report_comes():

@@ -70,7 +70,12 @@ def compile_library(folder: Path, platform: str = "") -> Path | None:
 
     Returns:
         The library; None if there is no compiler, or if it cannot compile the sources; stderr then says why.
+
+    Raises:
+        ValueError: if there is no such platform.
     """
+    if platform and platform not in TARGETS:
+        raise ValueError(f"no platform {platform!r}; there are {', '.join(TARGETS)}")
     target = TARGETS.get(platform, "")
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", target, "-mcpu=baseline"]
     compiler = zig if target else find_compiler()
