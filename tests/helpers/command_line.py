@@ -17,4 +17,4 @@ def run_process(*arguments: object, **options: Any) -> subprocess.CompletedProce
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     command = [sys.executable, "-m", "regard", *map(str, arguments)]
     options = {"timeout": 120} | options
-    return subprocess.run(command, env=env, capture_output=True, text=True, **options)
+    return subprocess.run(command, env=env, capture_output=True, encoding="utf-8", **options)

@@ -10,7 +10,10 @@ from pathlib import Path
 DOCS = Path(__file__).parents[2] / "docs"
 CHAPTERS = sorted((DOCS / "book").glob("[01]*.md"))
 EXERCISES = sorted((DOCS / "exercises").glob("[01]*.md"))
-GUIDES = sorted((DOCS / "guides").glob("[0-9]*.md"))
+# The guides of other packages are no notebooks: tests/third_party runs their code.
+GUIDES = [
+    path for path in sorted((DOCS / "guides").glob("[0-9]*.md")) if "{code-cell}" in path.read_text("utf-8")
+]
 NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
 
 # The pages that a kernel of their own runs in CI; the nightly suite does so with all.

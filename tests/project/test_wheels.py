@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import struct
@@ -9,10 +10,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from regard.engines.native.build import SOURCE_FOLDER, TARGETS, hash_sources
+from tests.helpers.foreign_python import ForeignPython, install_arm_python, install_windows_python
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/data/check_measures.c"
@@ -156,3 +159,52 @@ def test_the_library_of_a_wheel_passes_the_case_matrix(folder: Path, tmp_path: P
     )
     assert done.returncode == 0, done.stdout
     print(done.stdout.splitlines()[-1])
+
+
+# Which Python of another platform runs here, and the tests that need neither torch nor what its emulator lacks: child
+# processes under qemu, and the end of a tree of processes under wine.
+FOREIGN: dict[str, tuple[Any, list[str]]] = {
+    # A thirtieth of the speed: each mask, the exponentials and ties; the check of the wheel runs 100 cases.
+    "manylinux_2_17_aarch64": (
+        install_arm_python,
+        ["tests/unit/engines/test_native.py", "-k", "every_mask or exponentials or ties"],
+    ),
+    "win_amd64": (
+        install_windows_python,
+        [
+            *(f"tests/unit/{name}" for name in ("core", "masks", "measures", "images", "render", "testing")),
+            *("tests/unit/engines/test_native.py", "tests/unit/cli", "tests/unit/learn"),
+            "--ignore=tests/unit/cli/test_model_commands.py",
+            *("-k", "not stopped_with_what_it_started"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FOREIGN)
+def foreign(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ForeignPython, list[str]]:
+    install, tests = FOREIGN[request.param]
+    return install(find_wheel(folder, request.param), tmp_path_factory.mktemp("foreign") / "python"), tests
+
+
+def test_an_installed_wheel_passes_its_own_check(
+    foreign: tuple[ForeignPython, list[str]], tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    foreign[0].run("-m", "regard", "selfcheck", "--report", str(report))
+    found = json.loads(report.read_text())
+    assert found["ok"] and found["cases"]["checks"] == 100 and found["cases"]["failed"] == 0
+    assert found["platform"]["compiled_pass"] in ("baseline", "AVX2", "AVX-512")
+    print(found["platform"])
+
+
+def test_the_library_passes_tests_on_its_platform(foreign: tuple[ForeignPython, list[str]]) -> None:
+    python, tests = foreign
+    (library,) = (
+        p for p in python.packages.glob("regard/engines/native/measures.*") if p.suffix not in (".c", ".h")
+    )
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--library", str(library)]
+    printed = python.run(*options, *tests)
+    print(re.findall(r"\d+ passed.*", printed))

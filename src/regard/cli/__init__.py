@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return run(list(arguments))
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without · or █ shows a ?
-            stream.reconfigure(errors="replace")
+        if hasattr(stream, "reconfigure"):
+            # A terminal without · or █ shows a ?. In a file or a pipe, numbers must keep their minus signs.
+            keeps_encoding = stream.isatty() or "PYTHONIOENCODING" in os.environ
+            stream.reconfigure(encoding=None if keeps_encoding else "utf-8", errors="replace")
     return run(sys.argv[1:])

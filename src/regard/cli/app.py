@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -146,13 +147,13 @@ def run(arguments: list[str]) -> int:
         )
         sys.stdout.flush()
         return code if isinstance(code, int) else SUCCESS
-    except BrokenPipeError:  # the reader of a pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return SUCCESS
     except typer.Abort:
         print_error(command, "interrupted.")
         return INTERRUPTED
     except Exception as error:
+        if _is_closed_pipe(error):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return SUCCESS
         # Usage errors are exceptions of typer, of click, or of the click inside typer, depending on the release.
         if hasattr(error, "format_message"):
             message = error.format_message().replace("Value error, ", "").rstrip(".")
@@ -164,6 +165,13 @@ def run(arguments: list[str]) -> int:
         message, code = format_error(error)
         print_error(command, message)
         return code
+
+
+def _is_closed_pipe(error: Exception) -> bool:
+    """Whether the reader of a pipe has closed it, for which Windows has no error number of its own."""
+    if isinstance(error, BrokenPipeError) or not isinstance(error, OSError):
+        return isinstance(error, BrokenPipeError)
+    return os.name == "nt" and error.errno == errno.EINVAL and error.filename is None
 
 
 def format_error(error: Exception) -> tuple[str, int]:

@@ -326,7 +326,7 @@ def _measure_peak(call: Callable[[], object]) -> int | None:
         before = _read_status("VmRSS")
         call()
         return max(0, _read_status("VmHWM") - before)
-    except (AttributeError, OSError):  # not Linux with glibc
+    except (AttributeError, OSError, TypeError):  # not Linux with glibc
         call()
         return None
 
@@ -416,8 +416,9 @@ def selfcheck(
     from regard.testing.installation import check_installation
 
     printer = Printer(as_json)
-    if report_file is not None and device is None:
-        device = find_device()
+    if report_file is not None:
+        report_file.open("a").close()  # an error comes before the check, not after it
+        device = device or find_device()
     report = check_installation(cases, device=device)
     if report_file is not None:
         report_file.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", "utf-8")

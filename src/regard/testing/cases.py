@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -664,9 +664,10 @@ def _compute_measure_bounds(
     with np.errstate(all="ignore"):
         # The floor of a measure is its value times the relative drift of the weights it sums.
         least_sum = np.finfo(working).tiny / np.finfo(working).eps
-        exact_measures, naive_measures = (
-            _compute_measures(weights, cells, least_sum) for weights in (exact, naive)
-        )
+        # Where long double is float64, as on Windows, the definition is no wider than what it checks.
+        add = _sum_exactly if exact.dtype == working else np.sum
+        exact_measures = _compute_measures(exact, cells, least_sum, add)
+        naive_measures = _compute_measures(naive, cells, least_sum, np.sum)
         worst = np.max(drift, axis=-1, initial=0)
         drifts = {"received": worst[..., None], "coarse": worst[..., None, None]}
         for name, measure in exact_measures.items():
@@ -683,23 +684,32 @@ def _compute_measure_bounds(
     return bounds
 
 
-def _compute_measures(weights: Any, cells: int, least_sum: float) -> dict[str, Any]:
+def _sum_exactly(terms: Any, axis: int) -> Any:
+    """Add float64 numbers with a single rounding."""
+    add = np.vectorize(math.fsum, otypes=[np.float64], signature="(n)->()")
+    return add(np.moveaxis(terms, axis, -1))
+
+
+def _compute_measures(
+    weights: Any, cells: int, least_sum: float, add: Callable[[Any, int], Any]
+) -> dict[str, Any]:
     """Compute the measures by their definitions, from dense weights; means are over keys that have `least_sum` left."""
-    *_, q_len, kv_len = weights.shape
+    *lead, q_len, kv_len = weights.shape
     at = np.arange(q_len)[:, None] + kv_len - q_len
     total = weights.sum(-1, keepdims=True)
     keys = np.where(total < least_sum, 0, weights / np.where(total < least_sum, 1, total))
     measures = {
-        "entropy": -(keys * np.log(np.where(keys > 0, keys, 1))).sum(-1),
-        "received": weights.sum(-2),
-        "distance": (keys * np.abs(np.arange(kv_len)[None, :] - at)).sum(-1),
-        "mass": weights[..., :3].sum(-1),
+        "entropy": -add(keys * np.log(np.where(keys > 0, keys, 1)), -1),
+        "received": add(weights, -2),
+        "distance": add(keys * np.abs(np.arange(kv_len)[None, :] - at), -1),
+        "mass": add(weights[..., :3], -1),
     }
     if min(q_len, kv_len):
         rows, columns = (np.arange(n) * cells // n for n in (q_len, kv_len))
-        means = [
-            [weights[..., rows == a, :][..., columns == b].mean((-2, -1)) for b in range(cells)]
+        parts = [
+            [weights[..., rows == a, :][..., columns == b].reshape(*lead, -1) for b in range(cells)]
             for a in range(cells)
         ]
+        means = [[add(part, -1) / part.shape[-1] for part in row] for row in parts]
         measures["coarse"] = np.moveaxis(np.array(means), (0, 1), (-2, -1))
     return measures

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
-from regard.engines.native.library import find_instruction_set
+from regard.engines.native import library
 from regard.testing.cases import ENGINES, draw_bounds, list_dtypes, measure_case
 from regard.testing.device_check import check_device, check_kernels
 
@@ -81,7 +81,7 @@ def check_installation(num_cases: int = 100, seed: int = 0, device: str | None =
         try:
             precision, kernels = _describe_precision(), _remove_all_paths(list(_check_kernels(device)))
             engines = ENGINES
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # Windows says OSError of a library that is missing
             problems.append(f"torch cannot be used: {_remove_paths(str(error))}")
     problems += [
         f"kernel {kernel['name']} on {kernel['device']}: {kernel['cause']}"
@@ -118,12 +118,14 @@ def _find_version(name: str) -> str | None:
 
 
 def _describe_platform() -> dict[str, str]:
+    is_there = library.LIBRARY_FILE.exists()
+    unused = "none: its library cannot be used" if is_there else "none"
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "system": platform.system(),
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()).strip(),
-        "compiled_pass": find_instruction_set() or "none",
+        "compiled_pass": library.find_instruction_set() or unused,
     }
 
 
@@ -191,8 +193,13 @@ def _remove_all_paths(entry: Any) -> Any:
 def _remove_paths(text: str) -> str:
     """Replace what may be a path by "(path)", and keep one line.
 
-    >>> _remove_paths("cannot open /home/me/libx.so: no such file")
+    Names may have spaces, so what stands between two paths of a clause goes too.
+
+    >>> _remove_paths("cannot open /home/me too/libx.so: no such file")
     'cannot open (path): no such file'
     """
-    text = re.sub(r"(?:[A-Za-z]:)?(?:[/\\\\][\w.+@~-]+){2,}", "(path)", text)
+    name = r"""[^\s:;,'")\\/]"""
+    absolute = rf"(?<![\w.~-])(?:[A-Za-z]:)?[/\\](?=\S)(?:[^:;,\n]*[/\\])*{name}*"
+    relative = rf"{name}+(?:[/\\]{name}+){{2,}}"
+    text = re.sub(rf"{absolute}|{relative}", "(path)", text)
     return " ".join(text.split())

@@ -87,7 +87,10 @@ class ErrorBound:
         cls, definition: Any, naive: Any, *, dtype: Any, magnitude: Any = None, score_error: Any = 0.0,
         factor: float = 2.0, ordinary: bool = False, what: str = "output",
     ) -> ErrorBound:  # fmt: skip
-        """Compute the bound. The arguments are those of `assert_matches`."""
+        """Compute the bound. The arguments are those of `assert_matches`.
+
+        Where long double is float64, as on Windows, a definition in float64 may have an error of its own.
+        """
         wide = np.longdouble if dtype_name(dtype) == "float64" else np.float64
         definition, naive = (np.asarray(x).astype(wide) for x in (definition, naive))
         with np.errstate(all="ignore"):
@@ -95,6 +98,8 @@ class ErrorBound:
             name = dtype_name(dtype)
             smallest = 2.0**-133 if name == "bfloat16" else float(np.finfo(name).smallest_subnormal)
             floor = (4 * epsilon(dtype) + np.asarray(score_error)) * size + 4 * smallest
+            if np.finfo(wide).eps == epsilon(dtype):  # the definition is rounded as the result is
+                floor = 2 * floor
             naive_error = np.abs(naive - definition)
             worst = np.max(np.where(np.isfinite(naive_error), naive_error, 0), initial=0)
         ordinary_limit = ORDINARY_TOLERANCE[dtype_name(dtype)] if ordinary else None

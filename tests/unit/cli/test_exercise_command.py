@@ -32,10 +32,10 @@ def test_a_learner_opens_answers_and_solves_an_exercise(folder, run):
     )
     file = folder / "exercise-3.py"
     assert file.read_text() == exercises.starter(3)
-    file.write_text(file.read_text().replace('"itself": ...', '"itself": "yes"'))
+    file.write_text(file.read_text("utf-8").replace('"itself": ...', '"itself": "yes"'), "utf-8")
     out, _ = run("exercise", 3, code=1)
     assert "with itself it scores 8" in out
-    file.write_text(exercises.solution(3).code)
+    file.write_text(exercises.solution(3).code, "utf-8")
     out, _ = run("exercise", "3", "--json")
     found = json.loads(out)
     assert found["correct"] and found["attempts"] == 2 and found["status"] == "right"

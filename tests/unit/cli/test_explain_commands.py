@@ -58,8 +58,8 @@ def test_file_contents_are_escaped(run, tmp_path):
     for shown in ("[bold]x[/bold]", r"\x1b[31mred", r"line\nend", ":smile:"):
         assert f"   {shown} " in out
     assert "\x1b" not in out
-    _, err = run("explain", "[bold]no[/bold]\x1b[31m\n.json", code=2)
-    assert "[bold]no[/bold]" in err and "\x1b" not in err and err.count("\n") == 1
+    _, err = run("explain", "[bold]no\x1b[31m\n.json", code=2)
+    assert "[bold]no" in err and "\x1b" not in err and err.count("\n") == 1
 
 
 class CallsOnLoad:
@@ -107,6 +107,7 @@ def test_a_causal_mask_is_applied_to_the_example_of_the_page(name, run, tmp_path
     assert page.read_text(encoding="utf-8") == getattr(regard.explore, name)(mask=mask).html
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows refuses this name")
 def test_characters_outside_the_encoding_are_replaced(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "regard", "explore", "cost", "-o", tmp_path / "\u00e9\x1b[1m.html"]

@@ -200,6 +200,16 @@ def test_a_process_prints_the_same():
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
 
 
+def test_a_pipe_keeps_minus_signs_whatever_the_locale(monkeypatch):
+    for name, value in {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}.items():
+        monkeypatch.setenv(name, value)
+    done = run_process("explain", "--query", "sat")
+    assert (
+        done.stdout == f"{regard.attention(cat.Q, cat.K).explain(2, cat.V, cat.tokens)}\n"
+        and "−" in done.stdout
+    )
+
+
 def test_help_imports_neither_torch_nor_transformers():
     code = "import sys, regard.cli; regard.cli.main(['-h']); print({'torch', 'transformers'} & sys.modules.keys())"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from regard.engines.numpy import NumpyEngine
-from regard.testing import device_check
+from regard.testing import device_check, installation
 
 
 def test_selfcheck_passes_here(run):
@@ -26,6 +26,13 @@ def test_the_report_is_a_file_to_post(run, tmp_path, monkeypatch):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ok"] and report["cases"]["count"] == 2 and asked == ["here"]
     assert str(tmp_path) not in json.dumps(report) and "Wrote " in out
+
+
+def test_a_report_that_cannot_be_written_is_an_error_before_the_check(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(installation, "check_installation", lambda *_, **__: pytest.fail("it ran"))
+    for path in (tmp_path / "none" / "report.json", tmp_path):
+        _, err = run("selfcheck", "--report", str(path), code=2)
+        assert path.name in err
 
 
 def test_selfcheck_fails_if_an_engine_is_wrong(run, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import subprocess
 import sys
@@ -378,10 +379,12 @@ from regard.learn import CheckedAttention, cat, family
 
 @pytest.mark.parametrize("attention", ["CheckedAttention(d_k=4)", "family.Causal(d_k=4)"])
 def test_explain_prints_once_in_a_script_and_at_a_prompt(attention: str) -> None:
-    script = SCRIPT.format(attention=attention)
+    script, env = SCRIPT.format(attention=attention), {**os.environ, "PYTHONUTF8": "1"}
     for options in (["-"], ["-i", "-q"]):
         command = [sys.executable, *options]
-        printed = subprocess.run(command, input=script, capture_output=True, text=True, check=True).stdout
+        printed = subprocess.run(
+            command, env=env, input=script, capture_output=True, encoding="utf-8", check=True
+        ).stdout
         assert printed.count("4. Aggregate") == 1 and "The" in printed
 
 

@@ -665,6 +665,7 @@ def test_threads_are_kept_apart():
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:watch. nothing was recorded")
 @pytest.mark.parametrize("runs", [False, True])
 def test_many_cycles_leave_memory_as_it_was(runs):
     model = stack()

@@ -6,6 +6,10 @@ import getpass
 import importlib.util
 import json
 import platform
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +44,18 @@ def test_it_holds_nothing_private(report):
         assert len(private) < 3 or private not in text
     wrong = "OSError: /home/me/lib/libx.so: cannot open; C:\\Users\\me\\x.dll too, 1/2 and a/b stay"
     assert module._remove_paths(wrong) == "OSError: (path): cannot open; (path) too, 1/2 and a/b stay"
+    folders = (
+        "/home/Jane Doe/",
+        "C:\\Users\\Jane (Doe)\\",
+        "/Users/Jane O'Doe/",
+        "Jane/Doe/x/",
+        "\\\\Doe\\Jane\\",
+    )
+    for path in [f"{folder}{name}" for folder in folders for name in ("_C.so", "a b/_C.so")] + [
+        "C:\\Doe.dll"
+    ]:
+        for text in (f"{path}: too short", f"cannot open '{path}' for reading", f"{path}, or {path}; both"):
+            assert not re.search("Jane|Doe", module._remove_paths(text)), text
 
 
 @pytest.mark.parametrize("has_bfloat16", [True, False])
@@ -103,10 +119,30 @@ def test_a_torch_that_cannot_be_used_is_a_problem(monkeypatch):
     def fail():
         raise ImportError("torch 2.8.0 has no fp32_precision")
 
-    monkeypatch.setattr(module, "_describe_precision", fail)
+    # Where pytest has also read the docstrings of the module, there are two of it.
+    monkeypatch.setitem(check_installation.__globals__, "_describe_precision", fail)
     report = check_installation(2)
     assert report.problems == ["torch cannot be used: torch 2.8.0 has no fp32_precision"]
     assert report.cases["engines"] == ["numpy"]
+
+
+def test_a_broken_torch_is_reported(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("from torch import _C")
+    (tmp_path / "torch/_C.so").write_text("no library")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from regard.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "selfcheck", "-n", "1", "--report", tmp_path / "report.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert done.returncode == 1 and found["problems"][0].startswith("torch cannot be used: (path)"), done
+
+
+def test_a_library_that_cannot_be_used_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(module.library, "LIBRARY_FILE", tmp_path / "measures.so")
+    monkeypatch.setattr(module.library, "find_instruction_set", lambda: None)
+    assert module._describe_platform()["compiled_pass"] == "none"
+    shutil.copy(__file__, tmp_path / "measures.so")
+    assert module._describe_platform()["compiled_pass"] == "none: its library cannot be used"
 
 
 def test_the_share_of_the_allowed_error_is_one_at_the_limit():
@@ -117,3 +153,10 @@ def test_the_share_of_the_allowed_error_is_one_at_the_limit():
     bound.check(bound.definition + bound.limit * (1 - 1e-6))
     with pytest.raises(AssertionError, match="is above the error rule"):
         bound.check(bound.definition + bound.limit * (1 + 1e-6))
+
+
+def test_right_results_pass_where_long_double_is_float64(monkeypatch):
+    """As on Windows and on Apple's processors: sums of the definition need more than float64."""
+    monkeypatch.setattr(np, "longdouble", np.float64)
+    report = check_installation(200)
+    assert "float64" in report.cases["dtypes"] and report.cases["failed"] == 0, report.cases["failures"]

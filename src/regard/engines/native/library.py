@@ -59,7 +59,7 @@ class Job(Structure):
 
 @cache
 def load_library() -> Any:
-    """Load the compiled library; return None if there is none, it is damaged, or it was built from other sources."""
+    """Load the compiled library; return None if there is none, it is truncated, or it was built from other sources."""
     if not LIBRARY_FILE.exists():
         return None
     try:

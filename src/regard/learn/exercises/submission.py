@@ -144,7 +144,9 @@ def check_file(
     environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
     stream = None if show_output else subprocess.DEVNULL
     begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as own:
+    # On Windows, the folder of a process that still runs cannot be removed.
+    running = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with running as folder, tempfile.TemporaryDirectory() as own:
         out = Path(own) / "result.json"  # a file may write or remove anything in the folder where it runs
         # -P: a file of the learner's called random.py must not replace the module of that name.
         code = "import sys; from regard.learn.exercises import submission; submission.main(*sys.argv[1:])"
@@ -189,7 +191,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError):  # it has ended, and started nothing that still runs
             os.killpg(process.pid, signal.SIGKILL)
-    elif process.poll() is None:
+    else:
+        tree = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
+        subprocess.run(tree, capture_output=True, check=False)  # fails if it has ended
         process.kill()
     process.wait()
 
