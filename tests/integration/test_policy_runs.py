@@ -51,7 +51,7 @@ def test_a_policy_from_one_half_is_as_predicted_on_the_other(survey, halves, tmp
     assert abs(found.prediction_error) < 0.2, found.prediction_error
     assert 0 < found.kl < 0.5 and 0.7 < found.agreement < 1
     assert all(1 < perplexity < 8 for perplexity in found.perplexity)
-    assert not found.holds and "exceeds 0.01" in found.verdict
+    assert not found.holds and "exceeds the bound of 0.01" in found.verdict
     assert json.loads(json.dumps(found.summary))["saved"] == policy.savings(TEXT_TOKENS)
     # The same directory is read without running again, with another bound.
     before = read_state(tmp_path / "out")
