@@ -17,6 +17,17 @@ STAGES = {stage.name: stage for stage in NIGHTLY["STAGES"]}
 RESULTS = json.loads((ROOT / "docs/nightly.json").read_text())
 
 
+RESULT = {
+    "date": "2030-01-01",
+    "cases": 9,
+    "failures": 0,
+    "skipped": 0,
+    "seconds": 90,
+    "problem": "",
+    "commit": "c" * 40,
+}
+
+
 def make_stage(code: str, *, minutes: float = 1, **patterns: str):
     return NIGHTLY["Stage"]("small", "a test", minutes, ((sys.executable, "-c", code),), **patterns)
 
@@ -98,27 +109,65 @@ def test_a_stage_is_stopped_by_its_time_limit_with_its_children(tmp_path):
     assert not is_running(pid)
 
 
-def test_a_state_of_another_commit_is_not_resumed(tmp_path):
-    state = tmp_path / "state.json"
-    state.write_text(json.dumps({"commit": "a" * 40, "changed": False, "stages": {}}))
-    command = [sys.executable, ROOT / "scripts/nightly", "--resume", "--stage", "faults", "--state", state]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 1 and "has results of commit aaaaaaaaaa" in run.stderr
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [
+        ("src/regard/masks/kinds.py", {"matrix", "serving", "soak", "release", "documents"}),
+        ("tests/unit/masks/test_masks.py", {"matrix", "faults", "mutants", "coverage", "release"}),
+        ("tests/unit/engines/test_native.py", {"engines", "release"}),
+        ("tests/helpers/pages.py", {"browser", "matrix"}),
+        ("docs/index.md", {"site", "project", "browser", "release"}),
+        ("scripts/soak", {"soak", "project"}),
+        ("scripts/setup", {"serving", "matrix"}),
+        ("README.md", {"project", "site", "release"}),
+        ("examples/induction/train.py", {"training", "integration"}),
+    ],
+)
+def test_a_change_concerns_the_stages_that_read_the_file(name, reading):
+    found = {stage.name for stage in STAGES.values() if NIGHTLY["is_read"](name, stage)}
+    assert reading <= found
+    if not name.startswith(("src/", "tests/helpers", "examples/", "scripts/setup")):
+        assert not {"survey-load", "distributed", "tools"} & found
 
 
-def test_a_stage_that_passed_is_not_run_again(tmp_path):
-    state, result = (
-        tmp_path / "state.json",
-        {"date": "", "cases": 7, "failures": 0, "skipped": 0, "seconds": 60, "problem": ""},
-    )
-    stages = {name: result for name in STAGES}
-    state.write_text(json.dumps({"commit": NIGHTLY["read_commit"](), "changed": False, "stages": stages}))
-    command = [sys.executable, ROOT / "scripts/nightly", "--resume", "--state", state]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = run.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(STAGES)
-    assert all(line.endswith("ok") and "7 cases" in line for line in lines)
-    assert list(tmp_path.iterdir()) == [state]  # no log, so nothing ran
+def make_repository(folder: Path) -> None:
+    for name in ("src/a.py", "tests/unit/test_b.py", "docs/nightly.json", "README.md"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("before")
+    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+
+
+def test_resume_keeps_a_stage_whose_files_are_as_they_were(tmp_path, monkeypatch, capsys):
+    repository, state = tmp_path / "repository", tmp_path / "state.json"
+    make_repository(repository)
+    own = NIGHTLY["main"].__globals__
+    stage = make_stage("print('tests/unit', 1)", cases=r"tests/unit (\d)")
+    stage = stage._replace(commands=((*stage.commands[0], "tests/unit"),))
+    monkeypatch.setitem(own, "ROOT", repository)
+    monkeypatch.setitem(own, "STAGES", (stage,))
+    monkeypatch.setattr(sys, "argv", ["nightly", "--resume", "--state", str(state)])
+    log = tmp_path / "small.log"
+
+    def has_run() -> bool:
+        assert NIGHTLY["main"]() == 0 and "small " in capsys.readouterr().out
+        is_there = log.exists()
+        log.unlink(missing_ok=True)
+        return is_there
+
+    assert has_run() and not has_run()
+    (repository / "docs/nightly.json").write_text("after")
+    (repository / "README.md").write_text("after")
+    assert not has_run()
+    (repository / "tests/unit/test_b.py").write_text("after")
+    assert has_run() and has_run()  # again, since these files are not in a commit
+    result = json.loads(state.read_text())["stages"]["small"]
+    with pytest.raises(SystemExit, match="small ran on files that are not in a commit"):
+        NIGHTLY["merge_states"]([json.loads(state.read_text())])
+    result["commit"] = "a" * 40  # of another clone
+    state.write_text(json.dumps({"stages": {"small": result}}))
+    assert NIGHTLY["merge_states"]([json.loads(state.read_text())])["outdated"] == ["small"] and has_run()
 
 
 def test_stages_side_by_side_give_the_same_results(tmp_path, monkeypatch, capsys):
@@ -140,23 +189,10 @@ def test_a_seed_belongs_to_a_commit(tmp_path):
     assert NIGHTLY["run_stage"](stage, tmp_path)["cases"] == seed
 
 
-def test_states_of_two_commits_or_of_changed_files_make_no_page():
-    first, second = ({"commit": letter * 40, "changed": False, "stages": {}} for letter in "ab")
-    with pytest.raises(SystemExit, match="several commits: aaaaaaaaaa, bbbbbbbbbb"):
-        NIGHTLY["merge_states"]([first, second])
-    with pytest.raises(SystemExit, match="not in the commit"):
-        NIGHTLY["merge_states"]([first, {**first, "changed": True}])
-
-
 def test_stages_are_added_to_the_page():
-    result = {"date": "2030-01-01", "cases": 9, "failures": 0, "skipped": 0, "seconds": 90, "problem": ""}
-    state = {"commit": RESULTS["commit"], "changed": False, "stages": {"soak": result}}
-    merged = NIGHTLY["merge_states"]([RESULTS, state])
+    result = RESULT | {"commit": NIGHTLY["read_commit"]()}
+    merged = NIGHTLY["merge_states"]([RESULTS, {"stages": {"soak": result}}])
     assert merged["stages"] == {**RESULTS["stages"], "soak": result}
-    assert NIGHTLY["merge_states"]([RESULTS]) == RESULTS
-    later = NIGHTLY["merge_states"]([RESULTS, {**state, "commit": "e" * 40}])
-    assert later["commit"] == RESULTS["commit"]
-    assert later["stages"] == {**RESULTS["stages"], "soak": result | {"commit": "e" * 40}}
 
 
 def test_the_page_is_generated_from_the_results():
@@ -170,32 +206,37 @@ def test_every_failure_on_the_page_has_a_reason_and_a_fix():
     assert [name for name, result in failed.items() if not (result.get("reason") and result.get("fix"))] == []
 
 
+def format_page(**stages: dict) -> str:
+    return NIGHTLY["format_page"]({"commit": "c" * 40, "outdated": ["soak"], "stages": stages})
+
+
 def test_the_page_shows_failures_and_stages_that_did_not_run():
-    result = {"date": "2030-01-01", "cases": 1000, "failures": 2, "skipped": 4, "seconds": 90}
-    result["problem"] = "exit code 1"
-    page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": {"faults": result}})
-    assert "| 1,000 | **2** | 4 | 1.5 | 2030-01-01 |" in page
+    result = RESULT | {"cases": 1000, "failures": 2, "skipped": 4, "problem": "exit code 1"}
+    page = format_page(faults=result)
+    assert f"| 1,000 | **2** | 4 | 1.5 | 2030-01-01 | {'c' * 10} |" in page
     assert "1 stages failed, and 0 of them were fixed" in page and "**faults failed:** exit code 1" in page
-    fixed = NIGHTLY["format_page"](
-        {"commit": "c" * 40, "stages": {"faults": result | {"reason": "A cause.", "fix": "A change."}}}
-    )
+    fixed = format_page(faults=result | {"reason": "A cause.", "fix": "A change."})
     order = ["0 of them", "1 of them were fixed", "failed:** A cause.", "**Fixed:** A change.", "| stage |"]
     assert [part for part in order if part in fixed] == order[1:]
     assert sorted(order[1:], key=fixed.index) == order[1:]
     assert page.count("| not run |") == len(STAGES) - 1
-    stages = {"faults": result | {"commit": "d" * 40}, "soak": result | {"commit": "c" * 40}}
-    page = NIGHTLY["format_page"]({"commit": "c" * 40, "stages": stages})
-    assert f" at commit {'c' * 10}, `faults` at {'d' * 10}: " in page and "`soak` at" not in page
+
+
+def test_the_page_shows_which_results_are_outdated_and_hours_of_two_cores():
+    page = format_page(
+        soak=RESULT | {"commit": "d" * 40, "seconds": 7200}, documents=RESULT | {"seconds": 3600}
+    )
+    assert f"\n1 of {len(STAGES)} stages passed on the files of commit {'c' * 10}:" in page
+    assert f"| {'d' * 10} (outdated) |" in page and "take 2.0 hours of two cores" in page
 
 
 def test_the_page_shows_the_figures_of_a_stage(tmp_path):
-    result = {"date": "2030-01-01", "cases": 9, "failures": 0, "skipped": 0, "seconds": 90, "problem": ""}
-    state = {"commit": "c" * 40, "changed": False, "stages": {"soak": result, "mutants": dict(result)}}
+    state = {"stages": {"soak": RESULT, "mutants": dict(RESULT)}}
     (tmp_path / "mutants.log").write_text(
         "core          3 of    4 noticed (75.0%) {}\nall           8 of    9 noticed (88.9%) {}\n"
     )
     NIGHTLY["read_figures"](state, tmp_path)
-    page = NIGHTLY["format_page"](NIGHTLY["merge_states"]([state]))
+    page = format_page(**state["stages"])
     assert "\n\n- core 3 of 4 noticed (75.0%)\n- all 8 of 9 noticed (88.9%)\n" in page
     assert f"`soak`, {STAGES['soak'].summary}:" not in page  # no output of it here
 
