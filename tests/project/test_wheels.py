@@ -122,6 +122,14 @@ def test_a_library_needs_what_its_tag_allows_and_no_python(
         assert 0x1D in commands or not is_arm  # LC_CODE_SIGNATURE, without which arm64 loads nothing
 
 
+@pytest.mark.parametrize("platform", [platform for platform in TARGETS if "linux" in platform])
+def test_auditwheel_agrees_with_the_tag(folder: Path, platform: str) -> None:
+    pytest.importorskip("auditwheel")
+    command = [sys.executable, "-m", "auditwheel", "show", find_wheel(folder, platform)]
+    printed = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert f'is consistent with the following platform tag: "{platform}"' in printed, printed
+
+
 @pytest.mark.parametrize("platform", RUNNERS)
 def test_the_pass_is_right_where_it_runs(folder: Path, platform: str, tmp_path: Path) -> None:
     pytest.importorskip("ziglang")
