@@ -61,7 +61,7 @@ def test_rows_that_a_naive_softmax_gets_wrong_run_in_the_loop(library):
     A = attention(query, key, mask=padding(6))
     assert compute_whole(A.problem) is not None
     expected = attention(query, key[:, :, :6]) @ value[:, :, :6]
-    np.testing.assert_allclose(A @ value, expected, rtol=1e-5)
+    np.testing.assert_allclose(A @ value, expected, rtol=2e-6, atol=1e-6)  # terms of a sum can cancel
     empty = attention(query, key, mask=padding([0, 6]))
     assert compute_whole(empty.problem) is None
     assert (

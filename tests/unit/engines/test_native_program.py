@@ -99,7 +99,7 @@ def test_the_compiler_writes_one_stripped_library(tmp_path, monkeypatch):
     [
         (None, "no C compiler found\n"),
         ("no-compiler", "no-compiler does not run ([Errno 2] No such file or directory: 'no-compiler')\n"),
-        ("false -v", "false cannot compile measures.c:\n\n"),
+        ("false -v", "false -v cannot compile measures.c (exit code 1):\n\n"),
     ],
 )
 def test_without_a_compiler_stderr_says_why(compiler, problem, tmp_path, monkeypatch, capfd):

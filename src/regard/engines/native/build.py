@@ -111,7 +111,9 @@ def compile_library(folder: Path, platform: str = "") -> Path | None:
             _report(f"{compiler[0]} does not run ({error})")
             return None
         if done.returncode:
-            _report(f"{compiler[0]} cannot compile measures.c:\n{done.stderr}")
+            _report(
+                f"{' '.join(compiler)} cannot compile measures.c (exit code {done.returncode}):\n{done.stderr}"
+            )
             return None
         os.replace(Path(part, name), folder / name)
     return folder / name
