@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -114,60 +117,186 @@ def test_a_stage_is_stopped_by_its_time_limit_with_its_children(tmp_path):
     [
         ("src/regard/masks/kinds.py", {"matrix", "serving", "soak", "release", "documents"}),
         ("tests/unit/masks/test_masks.py", {"matrix", "faults", "mutants", "coverage", "release"}),
-        ("tests/unit/engines/test_native.py", {"engines", "release"}),
         ("tests/helpers/pages.py", {"browser", "matrix"}),
         ("docs/index.md", {"site", "project", "browser", "release"}),
         ("scripts/soak", {"soak", "project"}),
         ("scripts/setup", {"serving", "matrix"}),
         ("README.md", {"project", "site", "release"}),
+        ("DESIGN.md", {"matrix", "coverage", "compat", "site"}),
+        ("docs/book/04-the-four-steps.md", {"faults", "course"}),
+        ("hatch_build.py", {"serving", "matrix"}),
+        ("tests/unit/engines/test_native.py", {"engines", "sanitizers"}),
         ("examples/induction/train.py", {"training", "integration"}),
     ],
 )
 def test_a_change_concerns_the_stages_that_read_the_file(name, reading):
     found = {stage.name for stage in STAGES.values() if NIGHTLY["is_read"](name, stage)}
     assert reading <= found
-    if not name.startswith(("src/", "tests/helpers", "examples/", "scripts/setup")):
+    if not name.startswith(("src/", "tests/helpers", "examples/", "scripts/setup", "hatch_build.py")):
         assert not {"survey-load", "distributed", "tools"} & found
 
 
-def make_repository(folder: Path) -> None:
-    for name in ("src/a.py", "tests/unit/test_b.py", "docs/nightly.json", "README.md"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("before")
-    git = ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@example.org"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *command], check=True)
+def test_a_stage_reads_the_tests_and_documents_that_its_tests_name():
+    """Tests import few other tests; what they name of docs is seen by the text."""
+    for stage in STAGES.values():
+        paths, ignored = find_test_paths(stage)
+        files = [
+            f
+            for path in paths
+            for f in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))
+        ]
+        for file in files:
+            text, name = file.read_text("utf-8"), file.relative_to(ROOT).as_posix()
+            modules = re.findall(r"(?:from|import) (tests(?:\.\w+)*\.test_\w+)", text)
+            read = [f"{module.replace('.', '/')}.py" for module in modules]
+            read += ["docs/index.md"] if re.search(r"""["/ ]docs["/]|DOCS\b""", text) else []
+            assert name in ignored or all(NIGHTLY["is_read"](other, stage) for other in read), (
+                stage.name,
+                name,
+            )
 
 
-def test_resume_keeps_a_stage_whose_files_are_as_they_were(tmp_path, monkeypatch, capsys):
-    repository, state = tmp_path / "repository", tmp_path / "state.json"
-    make_repository(repository)
+GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main", "-C")
+
+
+@pytest.fixture
+def night(tmp_path, monkeypatch, capsys):
+    """A repository with a stage; functions write files, commit them, and tell whether --resume ran the stage."""
+    repository, state = tmp_path / "repository", tmp_path / "out/state.json"
     own = NIGHTLY["main"].__globals__
     stage = make_stage("print('tests/unit', 1)", cases=r"tests/unit (\d)")
     stage = stage._replace(commands=((*stage.commands[0], "tests/unit"),))
-    monkeypatch.setitem(own, "ROOT", repository)
-    monkeypatch.setitem(own, "STAGES", (stage,))
-    monkeypatch.setattr(sys, "argv", ["nightly", "--resume", "--state", str(state)])
-    log = tmp_path / "small.log"
+    for name, value in {
+        "ROOT": repository,
+        "STAGES": (stage,),
+        "RESULTS": repository / "docs/nightly.json",
+    }.items():
+        monkeypatch.setitem(own, name, value)
+    monkeypatch.setitem(own, "PAGE", repository / "docs/nightly.md")
 
-    def has_run() -> bool:
-        assert NIGHTLY["main"]() == 0 and "small " in capsys.readouterr().out
-        is_there = log.exists()
+    def git(*arguments: str) -> None:
+        subprocess.run([*GIT, repository, *arguments], check=True, capture_output=True)
+
+    def write(*names: str) -> None:
+        for name in names:
+            (repository / name).parent.mkdir(parents=True, exist_ok=True)
+            (repository / name).write_text(f"{time.monotonic_ns()}")
+
+    def commit(*names: str) -> None:
+        write(*names)
+        git("add", "-A")
+        git("commit", "-q", "-m", "a change")
+
+    def runs() -> bool:
+        monkeypatch.setattr(sys, "argv", ["nightly", "--resume", "--state", str(state)])
+        log = state.with_name("small.log")
         log.unlink(missing_ok=True)
-        return is_there
+        assert NIGHTLY["main"]() == 0 and "small " in capsys.readouterr().out
+        return log.exists()
 
-    assert has_run() and not has_run()
-    (repository / "docs/nightly.json").write_text("after")
-    (repository / "README.md").write_text("after")
-    assert not has_run()
-    (repository / "tests/unit/test_b.py").write_text("after")
-    assert has_run() and has_run()  # again, since these files are not in a commit
-    result = json.loads(state.read_text())["stages"]["small"]
+    def page() -> str:
+        monkeypatch.setattr(sys, "argv", ["nightly", "--page", str(state)])
+        assert NIGHTLY["main"]() == 0
+        return (repository / "docs/nightly.md").read_text()
+
+    repository.mkdir()
+    git("init", "-q")
+    write("src/a.py", "tests/unit/test_b.py", "README.md")
+    (repository / "docs").mkdir()
+    (repository / "docs/nightly.json").write_text('{"stages": {}}')
+    commit()
+    return SimpleNamespace(
+        repository=repository, state=state, git=git, write=write, commit=commit, runs=runs, page=page
+    )
+
+
+def test_resume_keeps_a_stage_while_its_files_are_as_they_were(night):
+    assert night.runs() and not night.runs()
+    night.write("README.md", "docs/nightly.md", "notes/a.py", "tests/browser/test_c.py")
+    assert not night.runs()
+    night.commit()
+    assert not night.runs() and "\n1 of 1 stages passed" in night.page()
+    for name in ("src/a.py", "tests/unit/test_b.py", "src/\u00e9.py", "tests/conftest.py"):
+        night.commit(name)
+        assert "(outdated)" in night.page() and night.runs() and not night.runs(), name
+    night.git("mv", "src/a.py", "notes/b.py")  # a renamed file is gone
+    night.commit()
+    assert night.runs() and not night.runs()
+
+
+def test_what_a_page_tells_is_in_a_commit(night):
+    night.write("src/new.py")
+    assert night.runs() and night.runs()  # again, since this file is in no commit
+    with pytest.raises(SystemExit, match=r"commit the changes of src/new\.py first"):
+        night.page()
+    night.commit()
     with pytest.raises(SystemExit, match="small ran on files that are not in a commit"):
-        NIGHTLY["merge_states"]([json.loads(state.read_text())])
-    result["commit"] = "a" * 40  # of another clone
-    state.write_text(json.dumps({"stages": {"small": result}}))
-    assert NIGHTLY["merge_states"]([json.loads(state.read_text())])["outdated"] == ["small"] and has_run()
+        night.page()
+    assert night.runs() and "\n1 of 1 stages passed" in night.page()
+    night.state.unlink()
+    assert not night.runs()  # docs/nightly.json has the result
+    assert json.loads(night.state.read_text()) == {"stages": {}} and "\n1 of 1 stages passed" in night.page()
+
+
+@pytest.mark.parametrize(
+    "change", [{"commit": "a" * 40}, {"commit": "docs"}, {"commands": "another"}, {"failures": 1}]
+)
+def test_a_result_that_cannot_be_kept(night, change):
+    assert night.runs()
+    result = json.loads(night.state.read_text())["stages"]["small"]
+    night.state.write_text(json.dumps({"stages": {"small": result | change, "gone": result}}))
+    assert night.runs()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"stages": {"small": {}}}', '{"stages": {"small": {"commit": null}}}']
+)
+def test_a_damaged_state_is_an_error_in_one_line(night, text):
+    night.state.parent.mkdir()
+    night.state.write_text(text)
+    for call in (night.runs, night.page):
+        with pytest.raises(SystemExit, match=r"state\.json cannot be read: .*Remove it"):
+            call()
+
+
+def test_files_that_change_while_a_stage_runs_are_noticed(night, monkeypatch):
+    own = NIGHTLY["main"].__globals__
+    (stage,) = own["STAGES"]
+    code = f"open({str(night.repository / 'src/a.py')!r}, 'w').write('x'); print('1 case')"
+    stage = stage._replace(commands=((sys.executable, "-c", code),), cases=r"(\d) case")
+    result = NIGHTLY["run_stage"](stage, night.repository.parent)
+    assert result["cases"] == 1 and result["commit"] == NIGHTLY["CHANGED"]
+
+
+def test_a_program_that_is_missing_is_a_failure_of_its_stage(tmp_path):
+    stage = make_stage("")._replace(commands=(("no/such/program",),))
+    result = NIGHTLY["run_stage"](stage, tmp_path)
+    assert result["problem"] == "no/such/program does not run (No such file or directory)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_ends_its_commands(tmp_path, number):
+    text = (ROOT / "scripts/nightly").read_text().replace("STAGES = (", "STAGES = () and (", 1)
+    own = f"STAGES = (Stage('small', '', 1, (({sys.executable!r}, '-c', 'import time; time.sleep(60)'),)),)\n"
+    script = tmp_path / "scripts/nightly"
+    script.parent.mkdir()
+    script.write_text(text.replace("def read_commit()", f"{own}\n\ndef read_commit()", 1))
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.DEVNULL)
+    log = tmp_path / "build/nightly/small.log"
+    end = time.monotonic() + 20
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (log.exists() and log.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    started = [
+        pid for task in children.parents[1].iterdir() for pid in (task / "children").read_text().split()
+    ]
+    assert started
+    process.send_signal(number)
+    assert process.wait(10) == 128 + number
+    while any(map(is_running, started)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(is_running, started))
 
 
 def test_stages_side_by_side_give_the_same_results(tmp_path, monkeypatch, capsys):
@@ -189,12 +318,6 @@ def test_a_seed_belongs_to_a_commit(tmp_path):
     assert NIGHTLY["run_stage"](stage, tmp_path)["cases"] == seed
 
 
-def test_stages_are_added_to_the_page():
-    result = RESULT | {"commit": NIGHTLY["read_commit"]()}
-    merged = NIGHTLY["merge_states"]([RESULTS, {"stages": {"soak": result}}])
-    assert merged["stages"] == {**RESULTS["stages"], "soak": result}
-
-
 def test_the_page_is_generated_from_the_results():
     assert (ROOT / "docs/nightly.md").read_text() == NIGHTLY["format_page"](RESULTS)
     assert "\nnightly\n" in (ROOT / "docs/about.md").read_text()
@@ -214,9 +337,9 @@ def test_the_page_shows_failures_and_stages_that_did_not_run():
     result = RESULT | {"cases": 1000, "failures": 2, "skipped": 4, "problem": "exit code 1"}
     page = format_page(faults=result)
     assert f"| 1,000 | **2** | 4 | 1.5 | 2030-01-01 | {'c' * 10} |" in page
-    assert "1 stages failed, and 0 of them were fixed" in page and "**faults failed:** exit code 1" in page
+    assert "Stages that failed: 1, of which 0 were fixed" in page and "**faults failed:** exit code 1" in page
     fixed = format_page(faults=result | {"reason": "A cause.", "fix": "A change."})
-    order = ["0 of them", "1 of them were fixed", "failed:** A cause.", "**Fixed:** A change.", "| stage |"]
+    order = ["which 0 were", "which 1 were fixed", "failed:** A cause.", "**Fixed:** A change.", "| stage |"]
     assert [part for part in order if part in fixed] == order[1:]
     assert sorted(order[1:], key=fixed.index) == order[1:]
     assert page.count("| not run |") == len(STAGES) - 1
@@ -227,18 +350,16 @@ def test_the_page_shows_which_results_are_outdated_and_hours_of_two_cores():
         soak=RESULT | {"commit": "d" * 40, "seconds": 7200}, documents=RESULT | {"seconds": 3600}
     )
     assert f"\n1 of {len(STAGES)} stages passed on the files of commit {'c' * 10}:" in page
-    assert f"| {'d' * 10} (outdated) |" in page and "take 2.0 hours of two cores" in page
+    assert f"| {'d' * 10} (outdated) |" in page and "take 2.0 hours of two\ncores" in page
 
 
 def test_the_page_shows_the_figures_of_a_stage(tmp_path):
-    state = {"stages": {"soak": RESULT, "mutants": dict(RESULT)}}
-    (tmp_path / "mutants.log").write_text(
-        "core          3 of    4 noticed (75.0%) {}\nall           8 of    9 noticed (88.9%) {}\n"
-    )
-    NIGHTLY["read_figures"](state, tmp_path)
-    page = format_page(**state["stages"])
+    lines = "core          3 of    4 noticed (75.0%) {}\\nall           8 of    9 noticed (88.9%) {}"
+    stage = make_stage(f"print('{lines}')", cases=STAGES["mutants"].cases, figures=STAGES["mutants"].figures)
+    result = NIGHTLY["run_stage"](stage, tmp_path)
+    page = format_page(mutants=result, soak=RESULT)
     assert "\n\n- core 3 of 4 noticed (75.0%)\n- all 8 of 9 noticed (88.9%)\n" in page
-    assert f"`soak`, {STAGES['soak'].summary}:" not in page  # no output of it here
+    assert f"`soak`, {STAGES['soak'].summary}:" not in page
 
 
 def test_the_workflow_runs_every_stage_and_opens_an_issue():
