@@ -149,8 +149,9 @@ class PortedDecoder(nn.Module):
             attention_mask = torch.ones(batch, past + q_len, dtype=torch.long)
         if position_ids is None:
             position_ids = self.count_positions(attention_mask)[:, -q_len:]
-        mask = self.build_mask(attention_mask.bool(), q_len)
-        x = self.embed(input_ids)
+        x, mask = self.embed(input_ids), self.build_mask(attention_mask.bool(), q_len)
+        # On processors with AVX2, torch 2.13 reads a float32 mask wrongly beside float64 queries.
+        mask = mask.to(torch.promote_types(mask.dtype, x.dtype))
         if self.fault == "embeddings centred over time":
             x = x - x.mean(1, keepdim=True)
         for layer, block in enumerate(self.blocks):

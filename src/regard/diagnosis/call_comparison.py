@@ -29,6 +29,7 @@ Tensor = Any  # the types of torch are not followed
 
 
 NAMES = ("query", "key", "value")
+SAME_FACTOR = 0.01  # relative; a run in bfloat16 rounds each product by 0.004
 
 
 @dataclass(frozen=True)
@@ -521,7 +522,9 @@ def build_scale_difference(a: Call, ratio: float, names: str) -> Finding:
     ]
     if kv_heads == heads:  # the width of all key heads is that of the model
         mistakes = [(factor, text) for factor, text in mistakes if "kv_heads" not in text]
-    cause = "; or ".join(text for factor, text in mistakes if math.isclose(ratio, factor, rel_tol=1e-3))
+    cause = "; or ".join(
+        text for factor, text in mistakes if math.isclose(ratio, factor, rel_tol=SAME_FACTOR)
+    )
     verb = "differ" if " " in names else "differs"
     message = f"The scores of B are {ratio:.4g} × the scores of A, because the {names} {verb}."
     hint = "Compare the scale argument and any factor of query and key."

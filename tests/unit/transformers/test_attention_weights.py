@@ -13,8 +13,8 @@ hf = pytest.importorskip("transformers")
 
 from regard import ArgumentError, ArgumentTypeError, IndexOutOfRangeError  # noqa: E402
 from regard.testing import assert_matches  # noqa: E402
-from regard.testing.tolerance import epsilon  # noqa: E402
 from regard.transformers import AttentionWeights, attention_weights  # noqa: E402
+from tests.helpers.tensors import limit_score_error  # noqa: E402
 from tests.helpers.tiny_models import TINY, softmax_in_own_dtype  # noqa: E402
 
 
@@ -32,9 +32,7 @@ def layer():
 
 @pytest.fixture(scope="module")
 def score_error(layer):
-    """The relative error that the rule allows for weights that are recomputed from the lse."""
-    scores = layer[0].matrix.scores[...]
-    return 4 * epsilon("float32") * (1 + float(scores[scores.isfinite()].abs().max()))
+    return limit_score_error(layer[0].matrix)
 
 
 READINGS = {

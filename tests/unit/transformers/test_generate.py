@@ -13,6 +13,7 @@ hf = pytest.importorskip("transformers")
 
 from regard.testing import assert_matches  # noqa: E402
 from regard.transformers import UnrecordedWeights, choose_layers  # noqa: E402
+from tests.helpers.tensors import limit_score_error  # noqa: E402
 from tests.helpers.tiny_models import TINY, needs_t5_attention, softmax_in_own_dtype  # noqa: E402
 
 STEPS = 9
@@ -72,7 +73,8 @@ def test_tokens_logits_and_weights(name, mode):
             assert a.shape == b.shape
             dense = a.to_dense()
             live = dense.sum(-1) > 0
-            assert_matches(dense[live], c[live], b[live], dtype="float32", what=name)
+            drift = limit_score_error(a.matrix)
+            assert_matches(dense[live], c[live], b[live], dtype="float32", score_error=drift, what=name)
 
 
 @pytest.mark.parametrize(
