@@ -156,6 +156,11 @@ def test_a_stage_reads_the_tests_and_documents_that_its_tests_name():
             )
 
 
+def test_the_stage_that_looks_up_the_tests_of_a_guarantee_reads_them():
+    named = set(re.findall(r"tests/[\w/]+\.py", (ROOT / "docs/promises.md").read_text()))
+    assert len(named) > 5 and all(NIGHTLY["is_read"](name, STAGES["matrix"]) for name in named)
+
+
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main", "-C")
 
 
