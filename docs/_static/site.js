@@ -1,7 +1,9 @@
 // Give the frame of an explorer the height of its page, and scroll to the part of it that the reader changed. The page reports its height, and whether the frame may shrink,
 // when the height changes and when it is asked. A frame that is not on screen reports nothing of its own, and one may have
 // reported before this script listened, so all are asked after loading and at another width. Each is asked again after
-// its height changed: a page without a scrollbar is wider and may be shorter. The height at that width is stable.
+// its height changed, since a page without a scrollbar is wider and may be shorter, and then at growing intervals, since
+// a worker of a busy machine may answer late.
+const MAX_ASK_INTERVAL = 60000; // milliseconds
 const MAX_FRAME_HEIGHT = 20000; // for a page that grows with its frame; the tallest one has 5,713 on a phone
 
 addEventListener("message", ({ source, data }) => {
@@ -11,15 +13,22 @@ addEventListener("message", ({ source, data }) => {
   if (!frame || !(height > 0)) return;
   if (height > frame.clientHeight || (height < frame.clientHeight && data.regardMayShrink)) {
     frame.style.height = `${height}px`;
-    setTimeout(ask, 100, frame); // its canvases are drawn again at the new width
+    askLater(frame, 100); // its canvases are drawn again at the new width
   }
 });
 
 // The height of the bar at the top, which covers what is below it.
 const barHeight = () => document.querySelector(".mobile-header")?.offsetHeight ?? 0;
 
-function ask(frame) {
+function ask(frame, interval = 100) {
   frame.contentWindow?.postMessage({ regardAskHeight: true, regardWindow: innerHeight - barHeight() }, "*");
+  if (interval < MAX_ASK_INTERVAL) askLater(frame, interval);
+}
+
+const askTimers = new WeakMap();
+function askLater(frame, interval) {
+  clearTimeout(askTimers.get(frame));
+  askTimers.set(frame, setTimeout(ask, interval, frame, 2 * interval));
 }
 
 // Scroll as little as possible, so that a part of a frame is on screen. A frame that was scrolled away moves nothing.
@@ -31,7 +40,7 @@ function scrollToPart(frame, top, bottom) {
 }
 
 function askFrames() {
-  document.querySelectorAll("iframe").forEach(ask);
+  document.querySelectorAll("iframe").forEach((frame) => ask(frame));
 }
 if (document.readyState === "complete") askFrames();
 else addEventListener("load", askFrames);
