@@ -154,7 +154,10 @@ def test_pages_log_nothing_and_fit_a_phone(site, browser, request):
         tab = context.new_page()
         tab.on("console", lambda message: events.append(f"console {message.text}"))
         tab.on("pageerror", lambda error: events.append(f"error {error}"))
-        tab.on("request", lambda r: r.url.startswith(("file:", "data:", "about:", "blob:")) or events.append(r.url))
+        tab.on(
+            "request",
+            lambda r: r.url.startswith(("file:", "data:", "about:", "blob:")) or events.append(r.url),
+        )
         for page in sorted(site.rglob("*.html"))[start % every :: every]:
             tab.goto(page.as_uri())
             if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
