@@ -353,7 +353,7 @@ def test_what_an_action_changes_is_on_screen(browser, tmp_path, name, width, in_
     assert found == []
 
 
-# Every answer that nobody waits for, here the largest weights of a row, takes a second and a half longer.
+# Answers that the page does not await, such as the largest weights of a row, are delayed by a second and a half.
 LATE_LISTS = """(() => {
   const Real = Worker;
   window.Worker = class {
