@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -42,9 +41,6 @@ myst_heading_anchors = 3
 nb_execution_mode = "force"  # compute every number at every build; a cache would keep old ones
 nb_execution_raise_on_error = True
 nb_execution_timeout = 900  # a busy machine may take its time
-# Pages whose code is not run, for a build that is tested in parts.
-nb_execution_excludepatterns = os.environ.get("DOCS_NOT_EXECUTED", "").split()
-suppress_warnings = ["myst-nb.lexer"] if nb_execution_excludepatterns else []  # the kernel names the lexer
 # Join lines that the kernel sent in pieces. MyST-NB's own merging breaks lines at the pieces and repeats them in the
 # notebook.
 NotebookClient.coalesce_streams = True

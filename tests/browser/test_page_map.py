@@ -81,6 +81,8 @@ def test_tokens_are_stored_once():
 
 def settled(tab) -> str:
     """Wait until the map is drawn, and return its status line."""
+    # The page draws a change in the next frame.
+    tab.locator(".map-box").evaluate("() => new Promise(requestAnimationFrame)")
     tab.locator('.map-box[data-missing="0"]').wait_for()
     return tab.locator("#map-status").text_content()
 

@@ -245,16 +245,20 @@ def build(name: str) -> Page:
     return BUILDERS[name]()
 
 
-# The selectors whose first element is not in the window as a whole, or is covered. A frame is at (x, y) of the window.
-HIDDEN = """([selectors, x, y, width, height]) => selectors.filter((selector) => {
+# Why the first element of a selector is not on screen, for those that are not. A frame is at (x, y) of the window.
+HIDDEN = """([selectors, x, y, width, height]) => selectors.flatMap((selector) => {
   const node = [...document.querySelectorAll(selector)].find((it) => it.getClientRects().length);
-  if (!node) return true;
+  if (!node) return [`${selector} is not on the page`];
   const box = node.getBoundingClientRect(), [left, top] = [x + box.left, y + box.top];
-  if (top < -1 || left < -1 || top + box.height > height + 1 || left + box.width > width + 1) return true;
-  return [0.5, 0.05, 0.95].some((part) => {
+  if (top < -1 || left < -1 || top + box.height > height + 1 || left + box.width > width + 1) {
+    const place = [left, top, left + box.width, top + box.height].map(Math.round);
+    return [`${selector} is at ${place}, scrolled by ${scrollY}`];
+  }
+  const isCovered = [0.5, 0.05, 0.95].some((part) => {
     const above = document.elementFromPoint(box.left + part * box.width, box.top + part * box.height);
     return !above || !(node.contains(above) || above.contains(node));
   });
+  return isCovered ? [`${selector} is covered`] : [];
 })"""
 
 # A locator would read the whole text of the frame each time.
@@ -292,7 +296,7 @@ class Screen:
         return False
 
     def hidden(self, selectors: tuple[str, ...]) -> list[str]:
-        """Return the selectors whose element is not on screen as a whole, or is covered."""
+        """Say why the element of a selector is not on screen as a whole, for those that are not."""
         box = self.tab.evaluate(PLACE) if self.in_chapter else {"x": 0, "y": 0}
         size = self.tab.viewport_size
         return self.frame.evaluate(HIDDEN, [selectors, box["x"], box["y"], size["width"], size["height"]])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import types
@@ -17,27 +15,21 @@ import pytest
 import regard
 from regard.learn import cat
 from regard.render.text import format_vector
-from tests.helpers.nightly import keep_in_ci
-from tests.helpers.notebooks import CHAPTERS, FAST, NOTEBOOKS, SAMPLE, run_notebook
+from tests.helpers.notebooks import CHAPTERS, NOTEBOOKS
 from tests.helpers.pages import faults, wait_for_frames
 
 pytest.importorskip("myst_nb")
-pytestmark = pytest.mark.slow  # builds the whole site
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # builds the whole site
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory, request) -> Path:
-    """The folder of the built site; warnings fail the build. CI runs the notebooks of a sample of the pages."""
+def site(tmp_path_factory) -> Path:
+    """The folder of the built site; warnings fail the build."""
     out = tmp_path_factory.mktemp("site")
-    left = [] if request.config.getoption("--nightly") else [path for path in NOTEBOOKS if path not in SAMPLE]
-    environ = {
-        **os.environ,
-        "DOCS_NOT_EXECUTED": " ".join(f"{path.parent.name}/{path.stem}*" for path in left),
-    }
     command = [sys.executable, ROOT / "scripts/docs", "site", out]
-    built = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return out / "html"
 
@@ -96,15 +88,7 @@ def cells(site: Path, source: Path) -> list[dict]:
     return json.loads((site / source.parent.name / f"{source.stem}.ipynb").read_text())["cells"]
 
 
-def shown(cell: dict) -> str:
-    """The code of a cell and the text that it printed."""
-    outputs = cell.get("outputs", [])
-    texts = [out.get("text", "") or out.get("data", {}).get("text/plain", "") for out in outputs]
-    markdown = [out.get("data", {}).get("text/markdown", "") for out in outputs]
-    return "\n".join("".join(text) for text in [cell["source"], *texts, *markdown])
-
-
-@pytest.mark.parametrize("source", keep_in_ci(NOTEBOOKS, *SAMPLE), ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_page_is_a_notebook_that_ran(site, source):
     nbformat = pytest.importorskip("nbformat")
     nbformat.validate(nbformat.read(site / source.parent.name / f"{source.stem}.ipynb", as_version=4))
@@ -115,9 +99,7 @@ def test_a_page_is_a_notebook_that_ran(site, source):
     assert f'href="{source.stem}.ipynb"' in (site / source.parent.name / f"{source.stem}.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "source", keep_in_ci(CHAPTERS, *set(SAMPLE) & set(CHAPTERS)), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("source", CHAPTERS, ids=lambda path: path.stem)
 def test_a_chapter_has_an_explorer_in_place(site, source):
     assert any(
         "<iframe" in "".join(out.get("data", {}).get("text/html", ""))
@@ -126,30 +108,9 @@ def test_a_chapter_has_an_explorer_in_place(site, source):
     )
 
 
-def unsupported(notebook: list[dict]) -> set[str]:
-    """Numbers with a decimal point in the text that occur in no cell."""
-    prose = "\n".join("".join(cell["source"]) for cell in notebook if cell["cell_type"] == "markdown")
-    prose = re.sub(r"\]\([^)]*\)|(?:arXiv|doi):\S+|`[^`]*`", "", prose)  # links, papers, names in code
-    code = "\n".join(shown(cell) for cell in notebook if cell["cell_type"] == "code")
-    return {number for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)", prose) if number not in code}
-
-
-@pytest.mark.parametrize("source", keep_in_ci(NOTEBOOKS, *FAST), ids=lambda path: path.stem)
-def test_a_page_runs_and_computes_the_numbers_in_its_text(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert unsupported(run_notebook(source)) == set()
-
-
-def test_a_number_that_no_cell_computes_is_reported():
-    code = {"cell_type": "code", "source": ["x = 0.25"], "outputs": [{"text": ["0.75\n"]}]}
-    prose = {"cell_type": "markdown", "source": ["0.25 and 0.75, but 0.33; see [1](https://a.example/0.5)."]}
-    assert unsupported([prose, code]) == {"0.33"}
-
-
-def test_pages_log_nothing_and_fit_a_phone(site, browser, request):
+def test_pages_log_nothing_and_fit_a_phone(site, browser):
     events: list[str] = []
-    every = 1 if request.config.getoption("--nightly") else 8  # generated pages are alike
-    for start, width in enumerate((1300, 390)):
+    for width in (1300, 390):
         context = browser.new_context(viewport={"width": width, "height": 900})
         tab = context.new_page()
         tab.on("console", lambda message: events.append(f"console {message.text}"))
@@ -158,7 +119,7 @@ def test_pages_log_nothing_and_fit_a_phone(site, browser, request):
             "request",
             lambda r: r.url.startswith(("file:", "data:", "about:", "blob:")) or events.append(r.url),
         )
-        for page in sorted(site.rglob("*.html"))[start % every :: every]:
+        for page in sorted(site.rglob("*.html")):
             tab.goto(page.as_uri())
             if tab.evaluate("document.documentElement.scrollWidth > innerWidth"):
                 events.append(f"{page.name} is wider than {width}")
@@ -168,7 +129,6 @@ def test_pages_log_nothing_and_fit_a_phone(site, browser, request):
     assert events == []
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1300, 390])
 def test_frames_fit_at_each_of_twenty_loads(site, browser, width):
     context = browser.new_context(viewport={"width": width, "height": 900})
@@ -183,9 +143,8 @@ def test_frames_fit_at_each_of_twenty_loads(site, browser, width):
     context.close()
 
 
-def test_axe_finds_no_serious_fault(site, browser, request):
-    every = 1 if request.config.getoption("--nightly") else 4
-    for start, (width, scheme) in enumerate(((1300, "light"), (390, "dark"))):
+def test_axe_finds_no_serious_fault(site, browser):
+    for width, scheme in ((1300, "light"), (390, "dark")):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         tab = context.new_page()
         names = (
@@ -193,7 +152,7 @@ def test_axe_finds_no_serious_fault(site, browser, request):
             "guides/index", "glossary", "supported-models", "reference/lens", "reference/architecture",
             "guides/10-teach-a-class",
         )  # fmt: skip
-        for name in names[start % every :: every]:
+        for name in names:
             tab.goto((site / f"{name}.html").as_uri())
             assert faults(tab) == []
         context.close()

@@ -16,9 +16,6 @@ GUIDES = [
 ]
 NOTEBOOKS = CHAPTERS + EXERCISES + GUIDES
 
-# The pages that a kernel of their own runs in CI; the nightly suite does so with all.
-SAMPLE = [path for path in NOTEBOOKS if path.stem in ("04-four-steps", "01-four-steps", "10-teach-a-class")]
-
 # The pages that take seconds run every night only.
 LONG = (
     *(

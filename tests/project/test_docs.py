@@ -16,7 +16,7 @@ from tests.helpers.doc_blocks import ELSEWHERE, run_page
 from tests.helpers.nightly import keep_in_ci
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOK = "---\nfile_format: mystnb\n"  # run when the site is built, see test_site.py
+NOTEBOOK = "---\nfile_format: mystnb\n"  # run by test_notebooks.py, and when the site is built
 MADE = ROOT / "docs/reference"  # from the docstrings, whose examples run where they stand
 WRITTEN = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - set(MADE.glob("*.md")))
 PAGES = [

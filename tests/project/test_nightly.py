@@ -49,6 +49,12 @@ def find_test_paths(stage) -> tuple[list[str], list[str]]:
     return [word for word in words if word.startswith("tests/")], ignored
 
 
+def list_tests(stage) -> list[Path]:
+    """List the Python files of the paths that a stage gives to pytest."""
+    paths = [ROOT / path for path in find_test_paths(stage)[0]]
+    return [file for path in paths for file in ([path] if path.suffix == ".py" else path.rglob("*.py"))]
+
+
 def test_every_test_is_in_one_stage_that_reads_pytests_count():
     found: dict[str, list[str]] = {}
     for name, stage in STAGES.items():
@@ -136,16 +142,30 @@ def test_a_change_concerns_the_stages_that_read_the_file(name, reading):
         assert not {"survey-load", "distributed", "tools"} & found
 
 
+def test_only_stages_with_a_browser_read_the_style_and_script_of_the_site():
+    found = {stage.name for stage in STAGES.values() if NIGHTLY["is_read"]("docs/_static/site.js", stage)}
+    assert found == {"browser", "firefox", "site", "project", "release"}
+    for stage in STAGES.values():
+        assert stage.name in found or not any(
+            "docs/_static" in f.read_text("utf-8") for f in list_tests(stage)
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--json"], "--json needs --list"), (["--jobs", "0"], "got 0")]
+)
+def test_arguments_that_start_nothing(arguments, message):
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts/nightly", *arguments], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2 and message in run.stderr and not run.stdout
+
+
 def test_a_stage_reads_the_tests_and_documents_that_its_tests_name():
     """Tests import few other tests; what they name of docs is seen by the text."""
     for stage in STAGES.values():
-        paths, ignored = find_test_paths(stage)
-        files = [
-            f
-            for path in paths
-            for f in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))
-        ]
-        for file in files:
+        _, ignored = find_test_paths(stage)
+        for file in list_tests(stage):
             text, name = file.read_text("utf-8"), file.relative_to(ROOT).as_posix()
             modules = re.findall(r"(?:from|import) (tests(?:\.\w+)*\.test_\w+)", text)
             read = [f"{module.replace('.', '/')}.py" for module in modules]

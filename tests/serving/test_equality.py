@@ -33,7 +33,9 @@ def run_case(
         **os.environ,
         **variables,
     }  # fmt: skip
-    if case in ("abort", "many"):  # in one process, batches do not depend on when requests arrive
+    # The processes of an engine each take half a minute to import vLLM, so most cases have one process. In "many" and
+    # "abort", batches must not depend on when requests arrive, either.
+    if case != "tensor-parallel" and (model.name, case) not in SEPARATE_PROCESSES:
         environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [
         sys.executable,
@@ -123,6 +125,9 @@ PAIRS = [
     ("bloom", "tensor-parallel"),
     ("gpt_oss", "bfloat16"),
 ]
+
+# Scheduler and worker have processes of their own here, as in a server. In "tensor-parallel" they always have.
+SEPARATE_PROCESSES = (("llama", "batch"), ("llama", "prefix"), ("llama", "preempt"))
 
 
 @pytest.mark.nightly
