@@ -425,7 +425,7 @@ def test_the_address_keeps_the_view(show, long_page):
     # An address that is entered into the open page moves the map.
     tab.evaluate("address => { location.hash = address; }", "row=90&column=80&zoom=40&query=91&key=81")
     details(tab, 91, 81)
-    assert "queries 8" in in_view(tab)
+    until(tab, lambda: in_view(tab).startswith("queries 8"), True)
 
 
 @pytest.mark.slow

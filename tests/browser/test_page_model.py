@@ -392,7 +392,7 @@ READ = """async (places) => {
     const there = () => document.querySelector("#which").textContent === `Layer ${layer}, head ${head}`
       && card()?.querySelector(".place")?.textContent.startsWith(want)
       && card().querySelector(".weight").textContent !== "…" && card().querySelector(".weight");
-    for (let n = 0; !there() && n < 500; n++) await new Promise((done) => setTimeout(done, 10));
+    for (let n = 0; !there() && n < 6000; n++) await new Promise((done) => setTimeout(done, 10));
     if (!there()) throw new Error(`${location.hash}: ${card()?.textContent}`);
     read.push(there().textContent);
   }
