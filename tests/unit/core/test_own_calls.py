@@ -51,3 +51,8 @@ def test_a_mask_is_resolved_once_for_a_frame():
             np.broadcast_to(mask.allows(part, rows, rows, np), (1, 11, 11))[0],
             mask.to_dense(2, 3, 11, 11)[1, 0],
         )
+
+
+def test_one_row_of_one_head_computes_scores_once():
+    A = attention(torch.randn(1, 4, 1, 8), torch.randn(1, 4, 3000, 8))
+    assert count_own_calls(lambda: A[0, 2, 0])["compute_scores"] == 1

@@ -133,7 +133,6 @@ def test_one_row_of_one_head_reads_no_other_head():
     poisoned[:, [0, 1, 3]] = torch.nan
     A = attention(query, poisoned)
     torch.testing.assert_close(A[0, 2, 0], expected)
-    assert count_own_calls(lambda: A[0, 2, 0])["compute_scores"] == 1
 
 
 def multiply_dense(allowed, query=QUERY, value=VALUE):
