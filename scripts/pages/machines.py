@@ -12,6 +12,8 @@ from typing import Any
 from .page import DOCS, add_write_option, format_table, write_page
 
 REPORTS = DOCS / "machines"
+SHOWN = ("regard", "numpy")  # versions that every report has
+CELL = 200  # characters
 HEAD = """\
 # Machines this has run on
 
@@ -49,17 +51,30 @@ def read_reports(folder: Path = REPORTS) -> list[dict[str, Any]]:
         try:
             report = json.loads(path.read_text("utf-8"))
             format_machine(report)
-            counts = [report["cases"], *report["device"].get("cases", ())]
-            is_sound = all(
-                type(run["failed"]) is int and 0 <= run["failed"] <= run.get("checks", run["count"])
-                for run in counts
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            is_sound = are_counts_sound(report)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             sys.exit(f"scripts/docs machines: {path} is not a report of regard selfcheck: {error!r}")
-        if not is_sound or type(report["problems"]) is not list:
+        if not is_sound:
             sys.exit(f"scripts/docs machines: the counts or problems in {path} cannot be right")
+        if report in reports:
+            sys.exit(f"scripts/docs machines: {path} is a copy of another report")
         reports.append(report)
     return reports
+
+
+def are_counts_sound(report: dict[str, Any]) -> bool:
+    """Return whether the numbers of a report can be right, and its verdict follows from them."""
+    runs = [
+        (run.get("checks", run["count"]), run["failed"])
+        for run in (report["cases"], *report["device"].get("cases", ()))
+    ]
+    return (
+        all(type(checks) is type(failed) is int and 0 <= failed <= checks < 10**9 for checks, failed in runs)
+        and all(isinstance(text, str) for text in (*report["problems"], *map(report["versions"].get, SHOWN)))
+        and runs[0][0] > 0
+        and report["ok"] is (not report["problems"])
+        and (bool(report["problems"]) or not any(failed for _, failed in runs))
+    )
 
 
 def find_device_kind(report: dict[str, Any]) -> str:
@@ -71,16 +86,16 @@ def find_device_kind(report: dict[str, Any]) -> str:
 
 def list_missing(reports: list[dict[str, Any]]) -> list[str]:
     """Return the devices and systems without a report."""
-    found = {find_device_kind(report) for report in reports} | {
-        report["platform"]["system"] for report in reports
-    }
-    wanted = {
-        "CUDA": "NVIDIA GPUs (CUDA)",
-        "ROCm": "AMD GPUs (ROCm)",
-        "MPS": "Apple GPUs (MPS)",
-        "Windows": "Windows",
-    }
-    return [text for name, text in wanted.items() if name not in found]
+    kinds = {find_device_kind(report) for report in reports}
+    wanted = {"CUDA": "NVIDIA GPUs (CUDA)", "ROCm": "AMD GPUs (ROCm)", "MPS": "Apple GPUs (MPS)"}
+    missing = [text for kind, text in wanted.items() if kind not in kinds]
+    has_windows = any(report["platform"]["system"] == "Windows" for report in reports)
+    return missing if has_windows else [*missing, "Windows"]
+
+
+def clean_cell(text: str) -> str:
+    """Return a text that holds no HTML, link, emphasis, table or line of its own, and is not long."""
+    return re.sub(r"[^\w .,:;+()/%=-]", "?", text)[:CELL]
 
 
 def format_machine(report: dict[str, Any]) -> list[str]:
@@ -97,12 +112,11 @@ def format_machine(report: dict[str, Any]) -> list[str]:
         " ".join(filter(None, (kind, device.get("device", {}).get("model")))),
         platform["compiled_pass"],
         f"{platform['python']}, NumPy {report['versions']['numpy']}, torch {report['versions']['torch'] or 'none'}",
-        report["versions"]["regard"] or "",
+        report["versions"]["regard"],
         f"{checks:,}",
-        f"{failed:,}" if not report["problems"] else f"**{failed:,}**: {'; '.join(report['problems'])}",
     ]
-    # A cell holds no HTML, link, table or line of its own.
-    return [re.sub(r"[^\w .,:;+*()/%=-]", "?", cell) for cell in cells]
+    problems = clean_cell("; ".join(report["problems"]))
+    return [*map(clean_cell, cells), f"**{failed:,}**: {problems}" if problems else f"{failed:,}"]
 
 
 def format_page(reports: list[dict[str, Any]]) -> str:

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.changed_tests import build_graph, get_two_parts, read_all_imports
+
 ROOT = Path(__file__).parents[2]
 NIGHTLY = runpy.run_path(str(ROOT / "scripts/nightly"))
 STAGES = {stage.name: stage for stage in NIGHTLY["STAGES"]}
@@ -149,6 +151,26 @@ def test_only_stages_with_a_browser_read_the_style_and_script_of_the_site():
         assert stage.name in found or not any(
             "docs/_static" in f.read_text("utf-8") for f in list_tests(stage)
         )
+
+
+def test_no_test_of_a_stage_imports_what_the_stage_does_not_use():
+    pytest.importorskip("grimp")
+    graph = build_graph()
+    for stage in STAGES.values():
+        files = [ROOT / "tests/conftest.py", *list_tests(stage)] if stage.unused else []
+        names = {get_two_parts(name) for file in files for name in read_all_imports(file)}
+        used = {found for name in names & graph.modules - {"regard"} for found in descend(graph, name)}
+        packages = {name.split(".")[1] for name in used}
+        assert not packages & {*stage.unused} and ("core" in packages) == bool(stage.unused), stage.name
+        for package in stage.unused:
+            assert (ROOT / "src/regard" / package).is_dir()
+            assert not NIGHTLY["is_read"](f"src/regard/{package}/__init__.py", stage)
+
+
+def descend(graph, package: str) -> set[str]:
+    """List the modules of a package and all that they import."""
+    own = {package, *graph.find_descendants(package)}
+    return own | {name for module in own for name in graph.find_upstream_modules(module)} - {"regard"}
 
 
 @pytest.mark.parametrize(

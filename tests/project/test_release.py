@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -187,7 +188,7 @@ def tiny(tmp_path, monkeypatch):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     def release(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return run(sys.executable, "scripts/release", "--out", str(tmp_path.parent / "out"), *arguments)
+        return run(sys.executable, "scripts/release", "--out", f"{tmp_path}-out", *arguments)
 
     run("git", "init", "-q")
     run("git", "add", "-A")
@@ -236,8 +237,10 @@ def test_a_build_that_comes_out_otherwise_is_seen(tmp_path, monkeypatch):
         (
             "pyproject.toml",
             PROJECT.replace(".dev0", ""),
-            "pyproject.toml has version 0.1.0; a release needs 0.1.0.dev0",
+            "pyproject.toml has version 0.1.0; a release needs one like 0.1.0.dev0",
         ),
+        ("pyproject.toml", PROJECT.replace("0.1.0.dev0", "1.0rc1.dev0"), "has version 1.0rc1.dev0"),
+        ("CHANGELOG.md", CHANGELOG + "\n## [0.1.0] - 2020-01-01\n\n- x\n", "has a section [0.1.0]"),
         (
             "CHANGELOG.md",
             "# Changelog\n\n## [Unreleased]\n",
@@ -258,12 +261,24 @@ def test_uncommitted_changes_are_not_released(tiny):
     assert "the working tree has changes" in release("--tag").stderr
 
 
+def test_a_release_needs_a_branch_and_an_empty_folder(tiny):
+    folder, run, release = tiny
+    run("git", "checkout", "-q", "--detach")
+    assert "no branch is checked out" in release("--tag").stderr
+    run("git", "checkout", "-q", "-")
+    Path(f"{folder}-out").mkdir()
+    Path(f"{folder}-out/old.whl").touch()
+    assert "is not an empty folder" in release("--tag").stderr
+    assert run("git", "tag").stdout == ""
+
+
 @pytest.mark.parametrize(
-    "what", ["a file at --out", "no key to sign with", "a hook that refuses", "an interrupt"]
+    "what",
+    ["a file at --out", "no key to sign with", "a hook that refuses", "an interrupt", "a closed terminal"],
 )
 def test_a_release_that_fails_changes_nothing(tiny, what):
     folder, run, _ = tiny
-    out, before = folder.parent / "out", run("git", "rev-parse", "HEAD").stdout
+    out, before = Path(f"{folder}-out"), run("git", "rev-parse", "HEAD").stdout
     if what == "a file at --out":
         out = Path(__file__)
     elif what == "no key to sign with":
@@ -275,13 +290,14 @@ def test_a_release_that_fails_changes_nothing(tiny, what):
         hook.chmod(0o755)
     command = [sys.executable, "scripts/release", "--out", out, "--tag"]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    if what == "an interrupt":
+    if number := {"an interrupt": signal.SIGTERM, "a closed terminal": signal.SIGHUP}.get(what):
         while run("git", "rev-parse", "HEAD").stdout == before:
             assert process.poll() is None
-        process.terminate()
+        process.send_signal(number)
     assert process.wait(60) != 0
     assert run("git", "rev-parse", "HEAD").stdout == before
     assert (run("git", "status", "--porcelain").stdout, run("git", "tag").stdout) == ("", "")
+    assert not out.is_dir()
 
 
 def test_files_do_not_depend_on_the_settings_of_a_user(tiny):
@@ -413,7 +429,9 @@ def test_a_report_cannot_write_into_the_page():
         "",
         "[]",
         "null",
-        *(json.dumps({"failed": n, "checks": 3}) for n in (-5, 99, float("nan"), "1")),
+        "[" * 100_000,
+        *(json.dumps({"failed": n, "checks": 3}) for n in (-5, 99, float("nan"), "1", True, 1)),
+        *(json.dumps({"failed": 0, "checks": n}) for n in (0, float("inf"), 300.5, True, 10**400)),
     ],
 )
 def test_what_is_no_report_is_refused(text, tmp_path):
@@ -423,6 +441,26 @@ def test_what_is_no_report_is_refused(text, tmp_path):
         text = json.dumps({**report, "cases": report["cases"] | json.loads(text)})
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(SystemExit, match=r"a\.json"):
+        machines.read_reports(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ok": False}, {"problems": ["x"]}, {"problems": [1]}, {"versions": {"torch": None}}]
+)
+def test_a_report_that_contradicts_itself_is_refused(wrong, tmp_path):
+    machines = importlib.import_module("scripts.pages.machines")
+    (report, *_) = machines.read_reports()
+    (tmp_path / "a.json").write_text(json.dumps({**report, **wrong}))
+    with pytest.raises(SystemExit, match=r"a\.json"):
+        machines.read_reports(tmp_path)
+
+
+def test_a_copy_of_a_report_is_refused(tmp_path):
+    machines = importlib.import_module("scripts.pages.machines")
+    (report, *_) = machines.read_reports()
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps(report))
+    with pytest.raises(SystemExit, match=r"b\.json is a copy"):
         machines.read_reports(tmp_path)
 
 

@@ -332,9 +332,10 @@ def find_device() -> str | None:
     """Return the type of the accelerator that torch finds, such as "cuda"; None without one, or without a torch."""
     try:
         import torch
+
+        found = torch.accelerator.current_accelerator(check_available=True)
     except Exception:  # none, or one that is broken, which check_installation reports
         return None
-    found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from regard.engines.native import library
@@ -81,7 +82,7 @@ def check_installation(num_cases: int = 100, seed: int = 0, device: str | None =
         try:
             precision, kernels = _describe_precision(), _remove_all_paths(list(_check_kernels(device)))
             engines = ENGINES
-        except (ImportError, OSError) as error:  # Windows says OSError of a library that is missing
+        except Exception as error:  # what remains of a removed torch imports as an empty package
             problems.append(f"torch cannot be used: {_remove_paths(str(error))}")
     problems += [
         f"kernel {kernel['name']} on {kernel['device']}: {kernel['cause']}"
@@ -198,7 +199,10 @@ def _remove_paths(text: str) -> str:
     >>> _remove_paths("cannot open /home/me too/libx.so: no such file")
     'cannot open (path): no such file'
     """
-    name = r"""[^\s:;,'")\\/]"""
+    home = str(Path.home())  # the name of a user may have any character
+    for own in (home, repr(home)[1:-1]):
+        text = text.replace(own, "/home") if len(own) > 1 else text
+    name = r"""[^\s:;,'"()\\/]"""
     absolute = rf"(?<![\w.~-])(?:[A-Za-z]:)?[/\\](?=\S)(?:[^:;,\n]*[/\\])*{name}*"
     relative = rf"{name}+(?:[/\\]{name}+){{2,}}"
     text = re.sub(rf"{absolute}|{relative}", "(path)", text)

@@ -38,7 +38,7 @@ def test_it_passes_here(report):
     assert [kernel["passed"] for kernel in report.kernels] == [True] * 2 * (len(engines) > 1)
 
 
-def test_it_holds_nothing_private(report):
+def test_it_holds_nothing_private(report, monkeypatch):
     text = json.dumps(report.to_dict())
     assert json.loads(text) == report.to_dict()
     for private in (str(Path.home()), str(Path.cwd()), platform.node(), getpass.getuser()):
@@ -52,6 +52,10 @@ def test_it_holds_nothing_private(report):
         "Jane/Doe/x/",
         "\\\\Doe\\Jane\\",
     )
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/O'Doe, Jane"))
+    assert "Doe" not in module._remove_paths("dlopen(/home/O'Doe, Jane/x.dylib, 6): no")
+    assert "Doe" not in module._remove_paths(f"no {'/home/O' + chr(39) + 'Doe, Jane/x.so'!r}")
+    assert module._remove_paths("dlopen(/Users/Jane Doe/x.dylib, 6): no") == "dlopen((path), 6): no"
     for path in [f"{folder}{name}" for folder in folders for name in ("_C.so", "a b/_C.so")] + [
         "C:\\Doe.dll"
     ]:
@@ -127,9 +131,10 @@ def test_a_torch_that_cannot_be_used_is_a_problem(monkeypatch):
     assert report.cases["engines"] == ["numpy"]
 
 
-def test_a_broken_torch_is_reported(tmp_path):
+@pytest.mark.parametrize("package", ["from torch import _C", "raise RuntimeError('no driver')", ""])
+def test_a_broken_torch_is_reported(package, tmp_path):
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("from torch import _C")
+    (tmp_path / "torch/__init__.py").write_text(package)
     (tmp_path / f"torch/_C{EXTENSION_SUFFIXES[-1]}").write_text("no library")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from regard.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "selfcheck", "-n", "1", "--report", tmp_path / "report.json"]
