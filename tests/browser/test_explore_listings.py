@@ -199,5 +199,8 @@ def test_it_fits_and_axe_finds_no_serious_fault(show, scheme, width):
     line = tab.locator(".line", has_text="weights = A.to_dense()")
     (line.tap if width == 390 else line.click)()
     assert re.match("Ask for all shares", tab.locator("#note").text_content())
-    boxes = [tab.locator(f"#{name}").bounding_box() for name in ("listing", "details")]
-    assert (boxes[0]["y"] == boxes[1]["y"]) == (width == 1280)
+    # At once, since the page may be scrolling.
+    tops = tab.locator("#listing, #details").evaluate_all(
+        "nodes => nodes.map((node) => node.getBoundingClientRect().top)"
+    )
+    assert (tops[0] == tops[1]) == (width == 1280)

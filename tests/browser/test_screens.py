@@ -357,7 +357,7 @@ def test_what_an_action_changes_is_on_screen(browser, tmp_path, name, width, in_
     assert found == []
 
 
-# Answers that the page does not await, such as the largest weights of a row, are delayed by a second and a half.
+# Answers that the page does not await, such as the largest weights of a row, are delayed by six seconds.
 LATE_LISTS = """(() => {
   const Real = Worker;
   window.Worker = class {
@@ -366,7 +366,7 @@ LATE_LISTS = """(() => {
       let delay = 0;
       worker.onmessage = (event) => setTimeout(() => this.onmessage(event), delay);
       this.postMessage = (message) => {
-        delay = message.method === "topKeys" ? 1500 : 0;
+        delay = message.method === "topKeys" ? 6000 : 0;
         worker.postMessage(message);
       };
     }

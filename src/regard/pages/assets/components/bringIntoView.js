@@ -2,7 +2,7 @@
 import { windowAround } from "./dom.js";
 
 const MARGIN = 8; // pixels
-const SETTLING = 5000; // milliseconds, in which a worker of a busy machine may answer and move what was shown
+const SETTLING = 60_000; // milliseconds, in which a worker of a busy machine may answer and move what was shown
 const reduced = matchMedia("(prefers-reduced-motion: reduce)");
 
 // How far to scroll so that start … end is within low … high; if it is longer, its start is.
