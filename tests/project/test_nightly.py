@@ -153,6 +153,27 @@ def test_only_stages_with_a_browser_read_the_style_and_script_of_the_site():
         )
 
 
+def test_only_the_stage_of_the_mutants_reads_their_list():
+    found = {stage.name for stage in STAGES.values() if NIGHTLY["is_read"](NIGHTLY["EQUIVALENT"], stage)}
+    assert found == {"mutants", "project", "release"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_wording"),
+    [
+        ('hint="Pass all keys.",', 'hint="XXPass all keys.XX",', True),
+        ('_refuse("a", "all keys")', '_refuse("a", "ALL KEYS")', True),
+        ('_refuse("A.to", "all keys")', '_refuse("a.to", "all keys")', False),  # the name of an operation
+        ('_refuse("A.to", "all keys")', "_refuse(None, None)", False),
+        ('hint="Pass all keys.",', "", False),
+        ('f(x, "two words") + 1', 'f(x, "two words") - 1', False),
+    ],
+)
+def test_a_mutant_of_the_words_alone_is_told_from_others(before, after, is_wording):
+    found = runpy.run_path(str(ROOT / "scripts/mutants"))["is_wording"]
+    assert found({"before": before, "after": after}) == is_wording
+
+
 def test_no_test_of_a_stage_imports_what_the_stage_does_not_use():
     pytest.importorskip("grimp")
     graph = build_graph()

@@ -13,7 +13,7 @@ import pytest
 
 import regard
 from regard import ArgumentError, ArgumentTypeError, AttentionMatrix, RegardError, attention
-from tests.helpers.wrong_calls import BUILTIN, OTHER_ERRORS, WRONG, key
+from tests.helpers.wrong_calls import BUILTIN, OTHER_ERRORS, WRONG, A, heads, key, query
 
 CLASSES = {name: kind for kind, names in OTHER_ERRORS.items() for name in names}
 PLACES = (regard, regard.masks, regard.score_mods)
@@ -84,3 +84,50 @@ def test_an_unknown_array_type_is_named_in_the_error():
 def test_every_error_is_a_regard_error():
     assert {kind.__mro__[1] for kind in BUILTIN} == {RegardError}
     assert all(getattr(regard, kind.__name__) is kind for kind in (*BUILTIN, RegardError))
+
+
+# What was called, and a wrong call of it.
+OPERATIONS = [
+    ("bool(A)", lambda: bool(A)),
+    ("A != other", lambda: A != key),
+    ("item in A", lambda: 0.5 in A),
+    ("A.to", lambda: A.to("cpu")),
+    ("argmax", lambda: heads.argmax(axis=0)),
+    ("diagonal", lambda: A.diagonal(1.5)),
+    ("page", lambda: heads.page()),
+    ("as_linear_operator", lambda: heads.as_linear_operator()),
+    ("A.mT[index]", lambda: A.mT["cat"]),
+    ("explain", lambda: A.explain("cat")),
+    ("explain", lambda: A.explain([0, 1])),
+    ("mask", lambda: attention(query, key, mask=regard.masks.mask(lambda b, h, q, k: q - k)) @ key),
+    ("mask", lambda: attention(query, key, mask=regard.masks.mask(lambda b, h, q, k: (q >= k)[..., :2])) @ key),
+    ("mask", lambda: attention(query, key, mask=regard.masks.mask(lambda b, h, q, k: q >= k and k > 0)) @ key),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "call"), OPERATIONS)
+def test_an_error_names_the_operation_and_says_what_to_do(operation, call):
+    with pytest.raises(RegardError) as caught:
+        call()
+    assert caught.value.operation == operation and caught.value.hint
+
+
+def test_the_hint_of_explain_depends_on_what_it_got():
+    with pytest.raises(ArgumentTypeError, match=r"tokens\.index\('cat'\)"):
+        A.explain("cat")
+    with pytest.raises(ArgumentTypeError, match="in a loop"):
+        A.explain([0, 1])
+
+
+def test_an_attribute_of_arrays_leads_to_the_dense_weights_and_another_name_to_nothing():
+    with pytest.raises(AttributeError, match=r"A\.to_dense\(\)\.tolist works"):
+        A.tolist  # noqa: B018
+    for name in ("nonsense", "_nonsense", "__array_struct__"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(A, name)
+        assert "to_dense" not in str(caught.value)
+
+
+def test_an_unknown_keyword_is_named_beside_those_that_exist():
+    with pytest.raises(ArgumentTypeError, match="received the argument masks; expected query, key, mask, "):
+        attention(query, key, mask=None, masks=None)

@@ -102,8 +102,9 @@ def test_an_in_place_change_is_noticed():
         (lambda: attention(QUERY, KEY)[0, 0, 2], 140),
         (lambda: attention(QUERY, KEY).entropy(), 200),
         (lambda: attention(QUERY.numpy(), KEY.numpy()) @ VALUE.numpy(), 40),
+        (lambda: attention(QUERY[0].numpy(), KEY[0].numpy()) @ VALUE[0].numpy(), 40),
     ],
-    ids=["plain", "causal", "dense mask", "to_dense", "one row", "entropy", "numpy"],
+    ids=["plain", "causal", "dense mask", "to_dense", "one row", "entropy", "numpy", "numpy, three axes"],
 )
 def test_a_small_problem_makes_few_calls(run, limit):
     run()  # a kernel is compared with the definition before its first use

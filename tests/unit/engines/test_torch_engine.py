@@ -655,6 +655,38 @@ def test_the_gradient_of_a_learned_bias_takes_no_checkpoint_and_has_a_gradient(m
     assert torch.autograd.gradcheck(multiply, (x, learned))
 
 
+def test_rows_without_keys_keep_the_gradient_of_a_learned_bias_in_one_pass(monkeypatch):
+    x, learned = torch.randn(1, 4, 2, requires_grad=True), torch.zeros(4, 4, requires_grad=True)
+    monkeypatch.setattr("regard.engines.torch_gradients.checkpoint", None)  # which other ways use
+    output = regard.attention(x, x, mask=regard.masks.between([0, 2]), score_mod=bias(learned)) @ x
+    output.sum().backward()
+    assert learned.grad.abs().sum(-1)[[1, 3]].tolist() == [0, 0] and learned.grad.abs().sum() > 0
+
+
+class Table(regard.ScoreMod):
+    """Scores that are learned and read neither query nor key."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def apply(self, scores, frame, q_idx, kv_idx, xp):
+        return self.scores[q_idx][:, kv_idx].expand(scores.shape)
+
+
+def test_scores_that_read_no_query_give_it_no_gradient():
+    query, key, value = torch.randn(3, 1, 4, 2, dtype=torch.float64, requires_grad=True).unbind()
+    learned = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def multiply(query, key, value, learned):
+        return regard.attention(query, key, mask=regard.causal(), score_mod=Table(learned)) @ value
+
+    inputs = [array.detach().requires_grad_() for array in (query, key, value, learned)]
+    assert torch.autograd.gradcheck(multiply, inputs)
+    assert torch.autograd.gradgradcheck(multiply, inputs)
+    grads = torch.autograd.grad(multiply(*inputs).sum(), inputs)
+    assert not grads[0].any() and not grads[1].any() and grads[3].any()
+
+
 def test_a_product_whose_bias_is_nan_keeps_it_in_its_rows():
     x, learned = torch.randn(1, 4, 2, requires_grad=True), torch.zeros(4, 4)
     learned[2, 1] = torch.nan
