@@ -169,3 +169,18 @@ def test_conversion_refuses_gradients_and_large_matrices() -> None:
     large = torch.zeros(9_000, 1)
     with pytest.raises(regard.TooLargeError, match=r"torch\.as_tensor\(A\): received a matrix of shape"):
         torch.as_tensor(attention(large, large))
+
+
+def test_a_dtype_leaves_a_mask_of_booleans_as_it_is():
+    allowed = torch.rand(4, 4) < 0.7
+    query = torch.randn(4, 3)
+    moved = attention(query, query, mask=dense(allowed)).to(torch.float64)
+    assert moved.mask == dense(allowed) and moved.mask.array.dtype == torch.bool
+    torch.testing.assert_close(moved.to_dense() > 0, allowed)
+
+
+def test_a_copied_part_keeps_the_dtype_of_its_query_when_it_is_moved():
+    query, key = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 5, 3)
+    moved = copy.deepcopy(attention(query, key).lazy[0]).to("cpu")
+    expected = torch.softmax(query[0] @ key[0].double().mT * 3**-0.5, -1)
+    torch.testing.assert_close(moved.to_dense(), expected, rtol=1e-12, atol=1e-12)
