@@ -13,7 +13,7 @@ import pytest
 
 import regard
 from regard import ArgumentError, ArgumentTypeError, AttentionMatrix, RegardError, attention
-from tests.helpers.wrong_calls import BUILTIN, OTHER_ERRORS, WRONG, A, heads, key, query
+from tests.helpers.wrong_calls import BUILTIN, OTHER_ERRORS, WRONG, A, heads, key, large, query
 
 CLASSES = {name: kind for kind, names in OTHER_ERRORS.items() for name in names}
 PLACES = (regard, regard.masks, regard.score_mods)
@@ -96,7 +96,7 @@ OPERATIONS = [
     ("diagonal", lambda: A.diagonal(1.5)),
     ("page", lambda: heads.page()),
     ("as_linear_operator", lambda: heads.as_linear_operator()),
-    ("A.mT[index]", lambda: A.mT["cat"]),
+    ("A.mT[index]", lambda: large.mT[:15_000]),
     ("explain", lambda: A.explain("cat")),
     ("explain", lambda: A.explain([0, 1])),
     ("mask", lambda: attention(query, key, mask=regard.masks.mask(lambda b, h, q, k: q - k)) @ key),
@@ -110,6 +110,12 @@ def test_an_error_names_the_operation_and_says_what_to_do(operation, call):
     with pytest.raises(RegardError) as caught:
         call()
     assert caught.value.operation == operation and caught.value.hint
+
+
+@pytest.mark.parametrize("method", ["page", "as_linear_operator"])
+def test_the_hint_for_several_heads_is_the_call_for_one(method):
+    with pytest.raises(ArgumentError, match=rf"Choose one: A\[0, 0\]\.{method}\("):
+        getattr(heads, method)()
 
 
 def test_the_hint_of_explain_depends_on_what_it_got():

@@ -717,3 +717,12 @@ def test_an_output_with_measures_takes_one_pass_and_no_fused_product(monkeypatch
     torch.testing.assert_close(found.output, (weights @ wide[2]).to(dtype))
     torch.testing.assert_close(found.received, weights.sum(-2), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.entropy, torch.special.entr(weights).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">f4", "g", ">i4"])
+def test_an_array_that_torch_refuses_keeps_its_values(dtype):
+    array = (np.arange(12).reshape(4, 3) ** 2 / (1 if dtype == ">i4" else 7)).astype(dtype)
+    query = torch.ones(1, 3, dtype=torch.float64)
+    found = regard.attention(query, array, scale=0.01).scores[0]
+    expected = array.astype(np.float64).sum(-1) * 0.01
+    np.testing.assert_allclose(found, expected, rtol=1e-15 if dtype != ">f4" else 1e-7)
