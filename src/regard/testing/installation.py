@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from regard.engines.native import library
@@ -199,7 +199,7 @@ def _remove_paths(text: str) -> str:
     >>> _remove_paths("cannot open /home/me too/libx.so: no such file")
     'cannot open (path): no such file'
     """
-    home = str(Path.home())  # the name of a user may have any character
+    home = os.path.expanduser("~")  # the name of a user may have any character; "~" for a user without a home
     for own in (home, repr(home)[1:-1]):
         text = text.replace(own, "/home") if len(own) > 1 else text
     name = r"""[^\s:;,'"()\\/]"""
